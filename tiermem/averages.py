@@ -20,12 +20,13 @@ import torch
 from torch import nn
 
 from tiermem.optim.local import as_placed, local_of, part_of
-from tiermem.policy import NvmePath
+from tiermem.policy import NvmePath, check_model
+from tiermem.precision import check_is_dtype
 from tiermem.ranks.topology import paths_of_rank
 from tiermem.run.shards import Shards, loading
 from tiermem.swap.base.grad_mode import without_grad
 from tiermem.swap.base.ranges import ALIGNMENT, round_up
-from tiermem.swap.base.tier import Tier
+from tiermem.swap.base.tier import Tier, check_tier
 from tiermem.swap.disk.paths import AnyPath
 from tiermem.swap.memory.arena import Pool, Slot
 from tiermem.swap.program.program import Program
@@ -99,6 +100,8 @@ class EMA:
         paths: AnyPath | Sequence[AnyPath] = (),
         dtype: torch.dtype | None = torch.float32,
     ) -> None:
+        check_model(model)
+        check_is_dtype(dtype)
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"decay is {decay}; allowed are 0 to 1")
         self._model = model
@@ -387,13 +390,12 @@ class _PiecePass(TileWork[_Piece]):
 def _home_of(
     params: Any, home: Tier | None, paths: AnyPath | Sequence[AnyPath]
 ) -> tuple[Tier, tuple[NvmePath, ...]]:
-    """The tier and the paths of averages. Raises ValueError for DEVICE, and for NVME without a
-    path."""
+    """The tier and the paths of averages. Raises ValueError for what is neither HOST nor NVME, and
+    for NVME without a path."""
     owner = next((o for o in map(registry.owner_of, params) if isinstance(o, Shards)), None)
     if home is None:
         home = Tier.NVME if owner is not None and owner.policy.optim is Tier.NVME else Tier.HOST
-    if home is Tier.DEVICE:
-        raise ValueError("home is DEVICE; averages rest on HOST or NVME")
+    check_tier("home", home, (Tier.HOST, Tier.NVME))
     found = paths_of_rank(paths) or (() if owner is None else paths_of_rank(owner.policy.paths))
     if home is Tier.NVME and not found:
         raise ValueError("home is NVME and no path is given: set paths=['/mnt/nvme0', ...]")

@@ -568,3 +568,9 @@ def check_kind(policy: Any) -> None:
             "tiermem.config.load_config(...).policy() makes one of a config, and "
             "tiermem.initialize takes the config itself"
         )
+
+
+def check_model(model: Any) -> None:
+    """Raises ValueError for what is no module."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is {model!r:.60}; give a torch.nn.Module")

@@ -129,6 +129,12 @@ def parts_of(cls: type) -> dict[str, tuple[Any, ...]]:
     }
 
 
+def check_is_dtype(given: object) -> None:
+    """Raises ValueError for what is neither a dtype of torch nor None."""
+    if not isinstance(given, torch.dtype | None):
+        raise ValueError(f"dtype is {given!r}; give one of torch's, such as torch.bfloat16")
+
+
 @dataclasses.dataclass(frozen=True)
 class Precision:
     """The formats of master, moments and gradients, and how a step rounds to them.

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from tiermem.optim.local import as_dtensor
+from tiermem.precision import check_is_dtype
 from tiermem.run.move_to_home import empty_buffers
 from tiermem.run.shards import Shards, loading, owner_of
 from tiermem.swap.base.grad_mode import call_with_grad
@@ -245,6 +246,7 @@ def export_weights(
     Collective: every rank takes every item. Blocks. Raises RuntimeError inside a forward or a
     backward, OSError when a read fails.
     """
+    check_is_dtype(dtype)
     shards = owner_of(model)
     root = model
     if shards is not None:

@@ -112,16 +112,17 @@ class IoSettings:
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
             raise ValueError(f"engine is {self.engine!r}; allowed are auto, uring, aio and threads")
-        if not ALIGNMENT <= self.block_bytes <= _MAX_BLOCK_BYTES or self.block_bytes % ALIGNMENT:
+        blocks = range(ALIGNMENT, _MAX_BLOCK_BYTES + 1, ALIGNMENT)
+        if self.block_bytes not in blocks:
             raise ValueError(
-                f"block_bytes is {self.block_bytes}; allowed are multiples of {ALIGNMENT} up to "
+                f"block_bytes is {self.block_bytes!r}; allowed are multiples of {ALIGNMENT} up to "
                 f"{_MAX_BLOCK_BYTES}"
             )
-        if not 1 <= self.depth <= 4096:
-            raise ValueError(f"depth is {self.depth}; allowed are 1 to 4096 blocks in flight")
-        if not 0 <= self.threads <= 1024:
+        if self.depth not in range(1, 4097):
+            raise ValueError(f"depth is {self.depth!r}; allowed are 1 to 4096 blocks in flight")
+        if self.threads not in range(1025):
             raise ValueError(
-                f"threads is {self.threads}; allowed are 0 (the engine chooses) to 1024"
+                f"threads is {self.threads!r}; allowed are 0 (the engine chooses) to 1024"
             )
 
 

@@ -11,6 +11,7 @@ A tensor's *home* is the tier that it returns to after use. move.py and store.py
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 
 
 class Tier(enum.Enum):
@@ -27,3 +28,9 @@ class Tier(enum.Enum):
     __hash__ = (
         object.__hash__
     )  # of one that there is once; Enum's own takes as long as a search's sum
+
+
+def check_tier(name: str, given: object, allowed: Collection[Tier] = tuple(Tier)) -> None:
+    """Raises ValueError for what is none of the tiers that an argument may name."""
+    if given not in allowed:
+        raise ValueError(f"{name} is {given!r}; allowed are {', '.join(map(str, allowed))}")

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
+from numbers import Real
 from pathlib import Path
 
 from tiermem.swap.base.ranges import ALIGNMENT, round_up
@@ -31,16 +32,17 @@ class NvmePath:
     opened."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.path, (str, os.PathLike)):
+            raise _no_path(self.path)
         object.__setattr__(self, "path", Path(self.path).absolute())
-        if self.max_bytes is not None and self.max_bytes < 1:
+        most, weight = self.max_bytes, self.weight
+        if most is not None and (not isinstance(most, Real) or most < 1):
             raise ValueError(
-                f"{self.path}: max_bytes is {self.max_bytes}; it must be at least 1, or None for "
-                "no cap"
+                f"{self.path}: max_bytes is {most!r}; it must be at least 1, or None for no cap"
             )
-        if self.weight is not None and not 0 < self.weight < math.inf:
+        if weight is not None and not (isinstance(weight, Real) and 0 < weight < math.inf):
             raise ValueError(
-                f"{self.path}: weight is {self.weight}; it must be more than 0, or None to measure "
-                "it"
+                f"{self.path}: weight is {weight!r}; it must be more than 0, or None to measure it"
             )
 
 
@@ -54,11 +56,15 @@ def as_paths(paths: AnyPath | Sequence[AnyPath]) -> tuple[NvmePath, ...]:
     several: Iterable[AnyPath] = (paths,) if is_one else paths  # type: ignore[assignment]
     for path in several:
         if not isinstance(path, (str, os.PathLike, NvmePath)):
-            raise ValueError(
-                f'a path is {path!r}; give a folder, such as "/mnt/nvme0", or NvmePath(folder, '
-                "max_bytes, weight)"
-            )
+            raise _no_path(path)
     return tuple(path if isinstance(path, NvmePath) else NvmePath(Path(path)) for path in several)
+
+
+def _no_path(given: object) -> ValueError:
+    return ValueError(
+        f'a path is {given!r}; give a folder, such as "/mnt/nvme0", or NvmePath(folder, max_bytes, '
+        "weight)"
+    )
 
 
 def deal_shares(num_bytes: int, weights: Sequence[float], rooms: Sequence[int | None]) -> list[int]:

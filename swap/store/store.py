@@ -40,6 +40,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ import torch
 
 from tiermem.swap.base.native import BACKGROUND, NORMAL, Fault, IoSettings, check_process
 from tiermem.swap.base.ranges import ALIGNMENT, round_up
-from tiermem.swap.base.tier import Tier
+from tiermem.swap.base.tier import Tier, check_tier
 from tiermem.swap.disk import durable
 from tiermem.swap.disk.paths import AnyPath
 from tiermem.swap.disk.queue import PathStats, Queues, Recorder, StoreStats, Transfers
@@ -87,8 +88,8 @@ class TensorStore(AbstractContextManager["TensorStore"]):
     cannot use or delete the store.
 
     Raises:
-        ValueError: host_bytes or num_slots is not positive, a path is listed twice, or only some
-            paths have weights.
+        ValueError: host_bytes, disk_bytes or num_slots is not a positive number, a path is listed
+            twice, or only some paths have weights.
         OSError: a path is missing, not writable or too full.
     """
 
@@ -106,6 +107,11 @@ class TensorStore(AbstractContextManager["TensorStore"]):
     ) -> None:
         if num_slots < 1:
             raise ValueError(f"num_slots is {num_slots}; an entry has one slot or more")
+        for name, size in (("host_bytes", host_bytes), ("disk_bytes", disk_bytes)):
+            if size is not None and (not isinstance(size, Integral) or size < 1):
+                raise ValueError(f"{name} is {size!r}; give a number of bytes, such as 1 << 30")
+        if not isinstance(io, IoSettings | None):
+            raise ValueError(f"io is {io!r}; give an IoSettings, such as IoSettings(depth=32)")
         self.num_slots = num_slots
         self.run = run or RunName.new()
         self.device = device or torch.device("cpu")
@@ -157,10 +163,11 @@ class TensorStore(AbstractContextManager["TensorStore"]):
             has one slot.
         crosses_link: whether a tensor on HOST is copied to the accelerator and back.
 
-        Raises ValueError for a name that exists, BudgetError, OSError (ENOSPC) or, for DEVICE,
-        torch's OutOfMemoryError.
+        Raises ValueError for a name that exists and for another home than a Tier, BudgetError,
+        OSError (ENOSPC) or, for DEVICE, torch's OutOfMemoryError.
         """
         self.check_usable()
+        check_tier("home", home)
         with self._lock:
             if name in self._entries:
                 raise ValueError(f"{name!r} is in the store already")
@@ -265,9 +272,11 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         `into` lends a slot of at least the tensor's bytes rounded up to 4096; without it the store
         carves one. A tensor that is PRESENT or COMING is not fetched again. Blocks only while the
         budget needs write-backs in flight to end. The Move of an entry whose write-back failed
-        fails with that error. Raises KeyError, BudgetError.
+        fails with that error. Raises KeyError, BudgetError, ValueError for another `to`.
         """
         self.check_usable()
+        if to is not Tier.HOST:
+            check_tier("to", to, (Tier.HOST, Tier.DEVICE))
         while True:
             try:
                 with self._lock:

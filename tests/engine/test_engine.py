@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from programs.twins import assert_same_tensors, loss_of, seeded, train_engine
 from torch import nn
 
 import tiermem
+from tiermem import Tier
+from tiermem.config import load_config
 from tiermem.zero import Init
 
 OFFLOADS = ["none", "cpu", "nvme"]
@@ -433,13 +436,54 @@ def test_an_engine_names_what_it_cannot_take(
     engine.close()
 
 
-def test_shard_names_what_it_cannot_take() -> None:
-    with pytest.raises(
-        ValueError, match=r"policy is a dict; give an OffloadPolicy: tiermem.config.load_config"
-    ):
-        tiermem.shard(models.ShortTower(), {"stage": 3})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"model is 'gpt2'; give a torch.nn.Module"):
-        tiermem.shard("gpt2")  # type: ignore[arg-type]
+def into_store(tier: Any) -> None:
+    with tiermem.TensorStore(host_bytes=1 << 20) as store:
+        store.put("w", torch.ones(1), Tier.HOST)
+        store.fetch("w", to=tier)
+
+
+REFUSED: dict[str, Callable[..., Any]] = {
+    "policy is a dict; give an OffloadPolicy: tiermem.config.load_config": lambda model: (
+        tiermem.shard(model, {"stage": 3})
+    ),
+    "model is 'gpt2'; give a torch.nn.Module": lambda model: tiermem.shard("gpt2"),
+    "model is 'm'; give": lambda model: tiermem.choose_policy("m"),
+    "policy is a str; give": lambda model: tiermem.choose_policy(model, "nvme"),
+    "moved names ['param']; allowed are 'params', 'optim'": lambda model: tiermem.choose_policy(
+        model, moved=("param",)
+    ),
+    "a batch is given and no loss_of": lambda model: tiermem.choose_policy(model, batch=[1]),
+    "num_micro is 0": lambda model: tiermem.choose_policy(model, num_micro=0),
+    "model is 'x'; give": lambda model: tiermem.EMA("x"),
+    "home is 'nvme'; allowed are Tier.HOST, Tier.NVME": lambda model: tiermem.EMA(
+        model, home="nvme"
+    ),
+    "dtype is 'bf16'; give one of torch's": lambda model: tiermem.EMA(model, dtype="bf16"),
+    "dtype is 'fp16'; give": lambda model: [*tiermem.export_weights(model, "fp16")],
+    "dtype is 'fp32'; give": lambda model: tiermem.zero.Init(dtype="fp32"),
+    "policy is a float; give": lambda model: tiermem.AdamW(model.parameters(), policy=1.0),
+    "host_bytes is '1GiB'; give a number of bytes": lambda model: tiermem.TensorStore(
+        host_bytes="1GiB"
+    ),
+    "disk_bytes is -1; give": lambda model: tiermem.TensorStore(disk_bytes=-1),
+    "io is 'uring'; give an IoSettings": lambda model: tiermem.TensorStore(io="uring"),
+    "to is 'device'; allowed are Tier.HOST, Tier.DEVICE": lambda model: into_store("device"),
+    "home is 'cpu'; allowed are Tier.DEVICE, Tier.HOST, Tier.NVME": lambda model: (
+        tiermem.TensorStore().put("w", torch.ones(1), "cpu")
+    ),
+    "block_bytes is '1MiB'; allowed": lambda model: tiermem.IoSettings(block_bytes="1MiB"),
+    "depth is '8'; allowed are 1 to 4096": lambda model: tiermem.IoSettings(depth="8"),
+    "a path is None; give a folder": lambda model: tiermem.NvmePath(None),
+    "max_bytes is '1GB'; it must be": lambda model: tiermem.NvmePath(".", "1GB"),
+    "weight is 'fast'; it must be": lambda model: tiermem.NvmePath(".", weight="fast"),
+    "it is nested too deeply": lambda model: load_config('{"a":' + "[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_calls_name_what_they_cannot_take(said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        REFUSED[said](models.ShortTower())
 
 
 def test_one_process_without_a_launcher_needs_no_group() -> None:

@@ -136,6 +136,8 @@ def _parsed(text: str, source: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         repeated.clear()
         raw = _parsed_as_hjson(text, source, error, noted)
+    except RecursionError:
+        raise ConfigError([Problem("", "not JSON: it is nested too deeply")], source) from None
     if repeated:
         raise ConfigError(
             [Problem(key, "appears twice in one object; keep one of them") for key in repeated],

@@ -21,7 +21,7 @@ from tiermem.forecast.choose import HOMES, Placement, agreed, choose
 from tiermem.forecast.rates import Compute
 from tiermem.plans.activations import LossOf, PredictedActivations, activations_of
 from tiermem.plans.budget import make_plan
-from tiermem.policy import LEAST_STAGES, OffloadPolicy
+from tiermem.policy import LEAST_STAGES, OffloadPolicy, check_kind, check_model
 from tiermem.ranks.joining import join_ranks
 from tiermem.ranks.topology import plan_topology, ranks_per_node
 from tiermem.run.fill import MARGIN
@@ -125,8 +125,19 @@ def choose_policy(
             no batch is given (`rehomes_states`). False for Muon, whose matrices may not.
 
     Collective; blocks for seconds. Allocates no states; makes the folders of `paths` that are used.
-    Raises ValueError, with the arithmetic, when no plan fits.
+    Raises ValueError, with the arithmetic, when no plan fits, and for a batch without `loss_of`.
     """
+    check_model(model)
+    check_kind(policy)
+    if unknown := [each for each in moved if each not in HOMES]:
+        raise ValueError(f"moved names {unknown}; allowed are {', '.join(map(repr, HOMES))}")
+    if batch is not None and loss_of is None:
+        raise ValueError(
+            "a batch is given and no loss_of, which computes its loss, (model, batch) -> loss: "
+            "give both, or none"
+        )
+    if num_micro < 1:
+        raise ValueError(f"num_micro is {num_micro}; a step has 1 micro-batch or more")
     on = find_device(device)
     activate(on)
     base = policy or OffloadPolicy()

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tiermem.checkpoint.saving.saver import Saver
 from tiermem.engine.room import choose_policy
 from tiermem.engine.second_plan import follow_memory
-from tiermem.policy import OffloadPolicy, check_kind
+from tiermem.policy import OffloadPolicy, check_kind, check_model
 from tiermem.run.init_params import built_with
 from tiermem.run.shards import Shards
 from tiermem.swap.memory.accelerator import find_device, is_accelerator
@@ -47,8 +47,7 @@ def shard(
     Collective; blocks. Raises ValueError, with the arithmetic, when the policy cannot be met, and
     OSError when a path is missing, not writable or too full; both before any weight is moved.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model is {model!r:.60}; give a torch.nn.Module")
+    check_model(model)
     is_one_group = not isinstance(group, DeviceMesh)
     if policy is None and is_trained and is_one_group and is_accelerator(find_device(device)):
         policy = "auto"

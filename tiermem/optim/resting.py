@@ -31,7 +31,13 @@ from tiermem.optim.tile import MomentsOf, StateTile, stepped_ranges
 from tiermem.optim.tile_work import ParamViews, Stepping
 from tiermem.optimizers.base import AnyStep, Group, Rule
 from tiermem.plans.plan import sizes_from
-from tiermem.policy import USUAL_TILE_NUMELS, OffloadPolicy, Tier, usual_tile_buffers
+from tiermem.policy import (
+    USUAL_TILE_NUMELS,
+    OffloadPolicy,
+    Tier,
+    check_kind,
+    usual_tile_buffers,
+)
 from tiermem.ranks.topology import paths_of_rank, ranks_per_node
 from tiermem.swap.base.grad_mode import call_with_grad
 from tiermem.swap.base.native import Workers
@@ -58,6 +64,7 @@ them."""
 
 def check_policy(policy: OffloadPolicy) -> None:
     """Raises ValueError for a policy with fields that only a sharded model can follow."""
+    check_kind(policy)
     usual = OffloadPolicy()
     others = [
         field.name

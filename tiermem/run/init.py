@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from tiermem.policy import OffloadPolicy, Tier, check_kind
+from tiermem.precision import check_is_dtype
 from tiermem.ranks.collectives import exchange
 from tiermem.ranks.joining import join_ranks
 from tiermem.ranks.topology import Topology, find_topology, numbered
@@ -420,6 +421,7 @@ def _read(
     """The policy, the dtype that parameters will have, whether `Module.apply` brings values back,
     and what stays in fp32."""
     check_kind(policy)
+    check_is_dtype(dtype)
     if given is None:
         return policy or OffloadPolicy(), dtype, True, None
     if policy is not None:
