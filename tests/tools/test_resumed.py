@@ -203,18 +203,27 @@ def test_a_run_s_folder_means_its_newest_step(tmp_path: Path, text: Path) -> Non
         shutil.rmtree(store)
 
 
-def test_a_saved_config_decides_what_a_config_decides(tmp_path: Path, text: Path) -> None:
-    config = {
+def test_a_saved_config_decides_what_a_config_decides(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folders are those of the working directory where it was saved."""
+    monkeypatch.chdir(tmp_path)
+    Path("disk").mkdir()
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 3,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": ["disk"]}},
     }
     told = options_to_save(
         TrainOptions(data=(text,), seq=64, steps=20), "run", preset("151m"), config
     )
     resumed = find_resumed(save_step(tmp_path / "ck", 7, "step7", {"tiermem train": told}))
+    monkeypatch.chdir("disk")
     job = make_job(with_saved(TrainOptions(), resumed), "run", tmp_path, resumed)
     # as it was saved
+    config["zero_optimization"]["offload_optimizer"]["nvme_path"] = [str(tmp_path / "disk")]
     assert (job.batch, job.config) == (3, config | {"tiermem": {"streamed_ratio": 0.0}})
+    assert job.nvme_paths == [str(tmp_path / "disk")]
     with pytest.raises(
         ValueError, match=r"--offload: .* was saved with a config, which decides this"
     ):

@@ -193,6 +193,8 @@ LIST_OF_STEPS = "?"
 """What `--resume` without a value stands for: show what there is to go on from."""
 
 _PATHS = ("data", "nvme")
+_FOLDER_KEYS = ("nvme_path", "paths", "path")
+"""Of a config."""
 _ADDED = ("compute", "overlap")  # older runs have no such options
 _CARRIED = (
     *DECIDED_BY_CONFIG,
@@ -229,10 +231,19 @@ def options_to_save(
     return {
         "name": name,
         "shape": shape,
-        "config": config,
+        "config": _absolute(config),
         "is_checkpointing": options.is_checkpointing,
         **kept,
     }
+
+
+def _absolute(value: Any, is_folder: bool = False) -> Any:
+    """A config, or a value in it, with absolute folders: a resume may begin in another one."""
+    if isinstance(value, dict):
+        return {key: _absolute(each, key in _FOLDER_KEYS) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_absolute(each, is_folder) for each in value]
+    return str(Path(value).absolute()) if is_folder and isinstance(value, str) else value
 
 
 def find_resumed(where: Path) -> Resumed:
