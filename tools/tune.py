@@ -23,7 +23,7 @@ from tiermem.swap.base.native import IoSettings, Queue
 from tiermem.swap.disk.direct import probe_path
 from tiermem.swap.disk.passes import Passes
 from tiermem.swap.disk.paths import NvmePath
-from tiermem.tools.measure.files import BenchFiles, check_room
+from tiermem.tools.measure.files import BenchFiles, check_room, say_memory
 from tiermem.tools.measure.machine import machine_facts, try_engines
 from tiermem.tools.measure.sustained import measure_disks
 from tiermem.tools.options import TuneOptions
@@ -444,6 +444,7 @@ def tune(options: TuneOptions, console: Console) -> int:
     check_out(options.out)
     for path in options.paths:
         probe_path(path)
+    say_memory(options.paths, console)
     found = _find(options, console)
     verdict = found.verdict
     io, turn = (found.winner, verdict.tuned) if found.is_taken else (found.default, verdict.default)

@@ -99,6 +99,7 @@ def test_steps_in_memory_are_timed_without_wear_and_the_kernels_counts(
     (row,) = json.loads(out.read_text())["rows"]
     assert row["written_bytes"] > 12 * 10**6
     assert "TBW" not in said and "the kernel" not in said
+    assert f"{in_memory} lies in memory (tmpfs): its figures are not a disk's" in said
 
 
 def test_check_on_a_small_disk_says_what_was_not_measured(

@@ -55,6 +55,7 @@ from tiermem.tools.measure.files import (
     check_memory,
     check_room,
     memory_backed,
+    say_memory,
     why_unmeasured,
 )
 from tiermem.tools.measure.machine import caption, machine_facts, try_engines
@@ -89,6 +90,7 @@ def run(path: str | Path, **options: Any) -> dict[str, Any]:
 def bench_io(options: IoBenchOptions, console: Console) -> int:
     """Measures, prints and writes what was asked for; returns the exit status. Raises ValueError
     and OSError."""
+    say_memory(options.paths, console)
     options = _without_small_disks(options, console)
     settings = settings_of(options)
     largest = max(settings, key=_buffer_bytes)
@@ -115,15 +117,11 @@ def bench_io(options: IoBenchOptions, console: Console) -> int:
 
 
 def _without_small_disks(options: IoBenchOptions, console: Console) -> IoBenchOptions:
-    """The options without the folders that have no room, each named, where another has; folders in
-    memory are named too."""
+    """The options without the folders that have no room, each named, where another has."""
     file_bytes = sum(size for _, size in _room(options))
     large = []
     for path in options.paths:
-        if (kind := memory_backed(path)) is not None:
-            console.print(f"{path} lies in memory ({kind}): its figures are not a disk's")
-            large.append(path)
-        elif (why := why_unmeasured([path], file_bytes)) is None:
+        if memory_backed(path) or (why := why_unmeasured([path], file_bytes)) is None:
             large.append(path)
         elif len(options.paths) > 1:
             console.print(f"not measured: {why}")

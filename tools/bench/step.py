@@ -25,7 +25,7 @@ from tiermem.tools.bench.stepped_model import (
     said_resident,
     state_bytes_of,
 )
-from tiermem.tools.measure.files import check_memory, check_room, memory_backed
+from tiermem.tools.measure.files import check_memory, check_room, memory_backed, say_memory
 from tiermem.tools.measure.machine import (
     WrittenOnPath,
     caption,
@@ -206,6 +206,7 @@ def bench_step(options: StepBenchOptions, console: Console) -> int:
     """
     cases = cases_of(options)
     _check_room(options, cases)
+    say_memory(options.paths, console)
     facts = machine_facts(options.paths)
     own = Pipelining(options.pipelines, options.pipelines)
     ways = _ALL_WAYS if options.compares else [own]  # what is reported comes first

@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
+from rich.console import Console
+
 from tiermem.swap.base.native import IoSettings
 from tiermem.swap.disk.direct import MEMORY_FILE_SYSTEMS, file_system_of, open_unnamed, preallocate
 from tiermem.swap.disk.passes import Passes
@@ -158,6 +160,13 @@ def memory_backed(folder: Path) -> str | None:
     """The type of a file system that keeps its files in memory; None for any other."""
     kind = file_system_of(folder)
     return kind if kind in MEMORY_FILE_SYSTEMS else None
+
+
+def say_memory(folders: Sequence[Path], console: Console) -> None:
+    """Names the folders whose files are kept in memory."""
+    for folder in folders:
+        if (kind := memory_backed(folder)) is not None:
+            console.print(f"{folder} lies in memory ({kind}): its figures are not a disk's")
 
 
 def measure_disk(folder: Path, seconds: float, file_bytes: int = DISK_FILE_BYTES) -> DiskRate:
