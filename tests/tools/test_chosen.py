@@ -86,7 +86,7 @@ def test_homes_that_are_auto_are_chosen_and_kept_by_the_config(
     given = config(host_bytes, offload=None)
     del given["zero_optimization"]["offload_param"]["nvme_path"]
     assert load_config(given).moved == ("params", "optim")
-    chosen = choose_config(dataclasses.replace(scenario(given), moved=("params", "optim")))
+    chosen = choose_config(scenario(given)._replace(moved=("params", "optim")))
     assert chosen.planned is not None
     loaded = load_config(chosen.config)
     assert loaded.moved == ()

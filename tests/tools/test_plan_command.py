@@ -86,7 +86,7 @@ def planned(
 
 
 def made_of_options(scenario: Scenario) -> Scenario:
-    return dataclasses.replace(scenario, is_configured=False)
+    return scenario._replace(is_configured=False)
 
 
 def test_the_papers_table_needs_no_config(capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +132,7 @@ def test_blocks_are_recomputed_where_that_is_faster_or_fits_alone(
     said = "blocks are recomputed" if is_recomputing else "blocks keep their activations"
     assert found.choice.reasons[0].startswith(said)
     for is_said in (True, False):
-        told = plan_scenario(dataclasses.replace(scenario, is_checkpointing=is_said))
+        told = plan_scenario(scenario._replace(is_checkpointing=is_said))
         assert told.activations.is_checkpointing is is_said
         if is_said is is_recomputing:
             assert told.lines == found.lines and told.forecast == found.forecast
@@ -221,8 +221,8 @@ def test_homes_that_are_auto_in_a_config_are_chosen(tmp_path: Path) -> None:
     scenario, _ = scenario_of(options)
     found = plan_scenario(scenario)
     assert found.policy.optim is Tier.DEVICE and found.policy.params is Tier.DEVICE
-    small = dataclasses.replace(scenario.cluster, gpu_bytes=700 << 20, host_bytes=480 << 20)
-    found = plan_scenario(dataclasses.replace(scenario, cluster=small))
+    small = scenario.cluster._replace(gpu_bytes=700 << 20, host_bytes=480 << 20)
+    found = plan_scenario(scenario._replace(cluster=small))
     assert found.policy.optim is not Tier.DEVICE
     assert not [each for each in advise(found) if "homes" in each.words]
 
@@ -312,7 +312,7 @@ def test_what_does_not_fit_names_the_tier_and_what_changes_it() -> None:
     advice = advise(tight)
     assert advice
     assert all(each.fits for each in advice)
-    by_options = advise(dataclasses.replace(tight, scenario=made_of_options(tight.scenario)))
+    by_options = advise(tight._replace(scenario=made_of_options(tight.scenario)))
     assert "--states tiny (smaller states)" in {each.words for each in by_options}
     assert 'tiermem.precision "tiny" (smaller states)' in {each.words for each in advice}
     rates = [each.planned.tokens_per_s for each in advice]

@@ -54,7 +54,7 @@ def on_h200(gpu_gib: int, batch: int) -> Planned:
         device_memory_bytes_s=4.8e12,
         step_passes=kernel_passes(found_states(found)),  # 0.0066 ns an element
     )
-    return plan_scenario(dataclasses.replace(found, rates=rates))
+    return plan_scenario(found._replace(rates=rates))
 
 
 def found_states(scenario: Scenario) -> Any:
@@ -309,7 +309,7 @@ def plan_of(gpu_gib: int, host_gib: int, disks: int, states: str, more: str = ""
     field = {"link": "link_bytes_s", "kernels": "kernel_bytes_s"}.get(more)
     if field is not None:
         faster: dict[str, Any] = {field: 1.5 * getattr(found.rates, field)}
-        found = dataclasses.replace(found, rates=dataclasses.replace(found.rates, **faster))
+        found = found._replace(rates=dataclasses.replace(found.rates, **faster))
     return plan_scenario(found)
 
 

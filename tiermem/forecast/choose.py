@@ -180,8 +180,7 @@ class Caps(NamedTuple):
         return max(parts, default=0.0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Tried:
+class Tried(NamedTuple):
     """A candidate."""
 
     policy: OffloadPolicy

@@ -113,8 +113,7 @@ STATE_BYTES = 20
 _HALF = 2  # bytes of a 16-bit number
 
 
-@dataclasses.dataclass(frozen=True)
-class Transformer:
+class Transformer(NamedTuple):
     """A Transformer as the paper describes it: `num_layers` layers of width `hidden`, each with an
     activation checkpoint (the paper's ci is 1)."""
 

@@ -13,14 +13,13 @@ their parts.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 import statistics
 import time
 import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -49,8 +48,7 @@ from tiermem.tools.words import format_bytes
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "split": torch.int16, "8bit": torch.uint8}
 
 
-@dataclasses.dataclass(frozen=True)
-class AdamRow:
+class AdamRow(NamedTuple):
     """One row of the benchmark."""
 
     weight: str
@@ -371,7 +369,7 @@ def row_of(
     of_limit = [max(limit) / our for limit, our in zip(limits, seconds["tiermem"], strict=False)]
     return {
         "name": row.name,
-        **dataclasses.asdict(row),
+        **row._asdict(),
         "threads": threads,
         "num_params": numel,
         "bytes_per_param": row.bytes_per_param,

@@ -3,7 +3,6 @@ roofline."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 import time
@@ -86,8 +85,7 @@ class Pipelining(NamedTuple):
         return "only writes behind" if self.pipeline_write else "both off"
 
 
-@dataclasses.dataclass(frozen=True)
-class TimedStep:
+class TimedStep(NamedTuple):
     """What one step took and moved."""
 
     start_ns: int

@@ -3,7 +3,6 @@ the library's plan."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 from collections.abc import Mapping
@@ -54,8 +53,7 @@ _LOGITS_WHOLE_BYTES = 256 << 20
 saves little."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Budget:
+class Budget(NamedTuple):
     """The arithmetic: the cap, what is taken from it, what is left."""
 
     cap_bytes: int

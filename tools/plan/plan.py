@@ -519,7 +519,7 @@ def _candidates(planned: Planned) -> Iterator[Candidate]:
     if scenario.is_checkpointing is False:
         yield Candidate(
             "activation checkpointing (--checkpointing)",
-            lambda s: dataclasses.replace(s, is_checkpointing=True),
+            lambda s: s._replace(is_checkpointing=True),
         )
     micro = planned.batch.micro
     accumulation = planned.batch.accumulation
@@ -531,7 +531,7 @@ def _candidates(planned: Planned) -> Iterator[Candidate]:
         )
     if planned.problems and micro == 1 and planned.activations.picture is None:
         seq = scenario.seq // 2
-        yield Candidate(f"--seq {seq}", lambda s: dataclasses.replace(s, seq=seq))
+        yield Candidate(f"--seq {seq}", lambda s: s._replace(seq=seq))
     for problem in planned.problems:
         if problem.where == WEAR:
             more = accumulation << math.ceil(math.log2(problem.needed_bytes / problem.limit_bytes))
@@ -581,7 +581,7 @@ def _key(words: str, value: Any, *path: str) -> Candidate:
 
 
 def _with(scenario: Scenario, value: Any, *path: str) -> Scenario:
-    return dataclasses.replace(scenario, config=with_key(scenario.config, path, value))
+    return scenario._replace(config=with_key(scenario.config, path, value))
 
 
 def _on_nvme(scenario: Scenario, section: str) -> Scenario:
@@ -598,11 +598,11 @@ def _with_batch(scenario: Scenario, micro: int, accumulation: int) -> Scenario:
 
 
 def _with_cluster(scenario: Scenario, **changed: Any) -> Scenario:
-    return dataclasses.replace(scenario, cluster=dataclasses.replace(scenario.cluster, **changed))
+    return scenario._replace(cluster=scenario.cluster._replace(**changed))
 
 
 def _with_open_homes(scenario: Scenario) -> Scenario:
-    return dataclasses.replace(scenario, moved=HOMES)
+    return scenario._replace(moved=HOMES)
 
 
 def _with_a_drive(scenario: Scenario) -> Scenario:
@@ -611,7 +611,7 @@ def _with_a_drive(scenario: Scenario) -> Scenario:
     rates = dataclasses.replace(
         scenario.rates, disk_read_bytes_s=read, disk_write_bytes_s=write, is_disk_duplex=True
     )
-    changed = dataclasses.replace(_with_cluster(scenario, nvme_bytes=None), rates=rates)
+    changed = _with_cluster(scenario, nvme_bytes=None)._replace(rates=rates)
     return _on_nvme(_on_nvme(changed, "offload_param"), "offload_optimizer")
 
 
@@ -623,7 +623,7 @@ def _twice_the_disks(scenario: Scenario) -> Scenario:
         disk_read_bytes_s=2 * rates.disk_read_bytes_s,
         disk_write_bytes_s=2 * rates.disk_write_bytes_s,
     )
-    return dataclasses.replace(_with_cluster(scenario, nvme_bytes=size and 2 * size), rates=doubled)
+    return _with_cluster(scenario, nvme_bytes=size and 2 * size)._replace(rates=doubled)
 
 
 def _more_nodes(scenario: Scenario) -> Scenario:
@@ -631,4 +631,4 @@ def _more_nodes(scenario: Scenario) -> Scenario:
     if "train_batch_size" in config and "train_micro_batch_size_per_gpu" not in config:
         config["train_batch_size"] = _NODES * int(config["train_batch_size"])
     more = _with_cluster(scenario, num_nodes=_NODES * scenario.cluster.num_nodes)
-    return dataclasses.replace(more, config=config)
+    return more._replace(config=config)

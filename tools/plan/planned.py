@@ -115,8 +115,7 @@ def _gaps(total_bytes: int) -> Row:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Cluster:
+class Cluster(NamedTuple):
     """Where a model is to be trained. Memory is what may be used of it; None: no limit."""
 
     num_nodes: int
@@ -160,8 +159,7 @@ _KEPT_PARTS = tuple(part / 8 for part in range(1, 8))
 """Of the blocks, that may keep their activations where the others are recomputed."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Scenario:
+class Scenario(NamedTuple):
     """What is to be planned."""
 
     shape: Mapping[str, Any]  # a Hugging Face config.json
@@ -234,8 +232,7 @@ class PlanProblem(NamedTuple):
     limit_bytes: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Planned:
+class Planned(NamedTuple):
     """A scenario with its figures."""
 
     scenario: Scenario
@@ -396,7 +393,7 @@ def plan_scenario(scenario: Scenario, chooses: bool = True, near: Planned | None
         policy = dataclasses.replace(given, **{"host_bytes": None, "device_bytes": None} | fields)
         free = placement._replace(device_bytes=None, host_bytes=None, host_room_bytes=None)
         tried = chosen(policy, [free], searches=False).chosen
-        return made(dataclasses.replace(tried, placement=placement))
+        return made(tried._replace(placement=placement))
 
     try:
         choice = chosen(

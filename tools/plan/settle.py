@@ -66,13 +66,13 @@ def scenario_of_job(
     moved = load_config(job.config).moved
     if (cap_bytes := cap_of(job)) is not None:
         others = rows_of_process(cap_bytes, process_bytes)
-        cluster = dataclasses.replace(cluster, host_bytes=cap_bytes * per_node, host_others=others)
+        cluster = cluster._replace(host_bytes=cap_bytes * per_node, host_others=others)
     else:  # the imports are not in what is free
         free_bytes = min(of_every_rank(free_host_bytes()))
-        cluster = dataclasses.replace(cluster, free_bytes=free_bytes)
+        cluster = cluster._replace(free_bytes=free_bytes)
         if moved:
             planned_bytes = int(FREE_PART * free_bytes)
-            cluster = dataclasses.replace(cluster, host_bytes=planned_bytes, host_others=())
+            cluster = cluster._replace(host_bytes=planned_bytes, host_others=())
     compute, rates = measured or assumed_speed(device)
     return Scenario(
         job.shape,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,8 +35,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 Pieces = Callable[[], Iterator[torch.Tensor]]
 
 
-@dataclasses.dataclass(frozen=True)
-class ForeignState:
+class ForeignState(NamedTuple):
     """The values of one state of one parameter, or of a buffer.
 
     `pieces` yields flat CPU tensors of `dtype`; in order they are the values. Each piece may be
@@ -48,8 +47,7 @@ class ForeignState:
     pieces: Pieces
 
 
-@dataclasses.dataclass(frozen=True)
-class ForeignParameter:
+class ForeignParameter(NamedTuple):
     """One parameter or one buffer, under its first name. `states` holds at least `weight`."""
 
     name: str
@@ -193,7 +191,7 @@ def tie(parameters: Iterable[ForeignParameter], ties: Mapping[str, str]) -> list
     others: dict[str, list[str]] = {}
     for alias, name in ties.items():
         others.setdefault(name, []).append(alias)
-    found = [dataclasses.replace(p, aliases=tuple(others.pop(p.name, ()))) for p in parameters]
+    found = [p._replace(aliases=tuple(others.pop(p.name, ()))) for p in parameters]
     if others:
         raise ValueError(
             f"{', '.join(others)}: other names are tied to it, and it is not there itself"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import collections
 import contextlib
-import dataclasses
 import functools
 import io
 import math
@@ -546,9 +545,7 @@ def _with_states(
     for p in parameters:
         key = next((key_of[name] for name in (p.name, *p.aliases) if name in key_of), None)
         if key is None:
-            found.append(
-                dataclasses.replace(p, is_trainable=p.is_trainable and not kept["param_groups"])
-            )
+            found.append(p._replace(is_trainable=p.is_trainable and not kept["param_groups"]))
             continue
         states = dict(p.states)
         entry = kept["state"].get(key, {})
@@ -557,8 +554,6 @@ def _with_states(
                 states[name] = of_tensor(check_state(p.name, name, value, math.prod(p.shape)))
         steps = steps_of(entry, kept["param_groups"][group_of[key]], f"{what}: {p.name}")
         found.append(
-            dataclasses.replace(
-                p, states=states, num_steps=steps, group=group_of[key], is_buffer=False
-            )
+            p._replace(states=states, num_steps=steps, group=group_of[key], is_buffer=False)
         )
     return found, sorted(left_behind)
