@@ -229,7 +229,7 @@ def tile_loads(plan: Plan, policy: OffloadPolicy, shard_rank: int) -> list[TileL
     routes = routes_of_tiles(sizes, numels, plan)
     counts = collections.Counter(zip(pieces, routes, strict=True))
     of_kind: dict[Hashable, TileLoad] = {}
-    found: dict[tuple[int, bool], list[TileLoad]] = collections.defaultdict(list)
+    found = collections.defaultdict[tuple[int, bool], list[TileLoad]](list)
     for ((index, numel, size), route), count in counts.items():
         unit = units[index]
         home = plan.unit_homes.get(index)

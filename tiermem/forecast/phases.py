@@ -318,16 +318,18 @@ def _disk_s(rates: Rates, read_bytes: float, written_bytes: float) -> float:
 # ---- lanes of a part -----------------------------------------------------------------------------
 
 
+@dataclasses.dataclass
 class _PhasePart:
     """The seconds of each lane in a forward, a backward or the optimizer's step."""
 
-    def __init__(self, phase: str, num_items: int, times: int = 1) -> None:
-        self.phase = phase
-        self.num_items = max(1, num_items)
-        self.times = times  # parts of a step that are alike
-        self.lanes: dict[str, float] = collections.defaultdict(float)
-        self.waited_s = 0.0  # of fetches that the program waits for
-        self.shared_bytes = 0.0  # that kernels and copies move in host memory
+    phase: str
+    num_items: int
+    times: int = 1  # parts of a step that are alike
+    lanes: dict[str, float] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(float)
+    )
+    waited_s: float = 0.0  # of fetches that the program waits for
+    shared_bytes: float = 0.0  # that kernels and copies move in host memory
 
 
 @dataclasses.dataclass
@@ -336,10 +338,8 @@ class _Count(Course):
 
     def __post_init__(self) -> None:
         self._units = self.plan.division.units
-        self._moved: dict[str, collections.Counter[str]]
-        self._moved = collections.defaultdict(collections.Counter)
-        self._payloads: dict[str, collections.Counter[str]]
-        self._payloads = collections.defaultdict(collections.Counter)
+        self._moved = collections.defaultdict[str, collections.Counter[str]](collections.Counter)
+        self._payloads = collections.defaultdict[str, collections.Counter[str]](collections.Counter)
         self._part = _PhasePart(STEP, 1)
         self._label = STEP  # the phase that bytes are counted in
         self._loads: dict[int, list[TileLoad]] = {}
@@ -618,7 +618,7 @@ class _Count(Course):
         program_s = lanes[MATHS] + part.waited_s
         together += [program_s, lanes[KERNELS]] if self.is_gpu else [program_s + lanes[KERNELS]]
         longest = max(together)
-        filling_s = (sum(together) - longest) / part.num_items
+        filling_s = (sum(together) - longest) / max(1, part.num_items)
         return max(longest + filling_s, self._memory_s(part))
 
     def _memory_s(self, part: _PhasePart) -> float:
@@ -629,7 +629,7 @@ class _Count(Course):
         seconds = dict.fromkeys(PHASES, 0.0)
         busy: dict[str, dict[str, float]] = {}
         limits_s = dict.fromkeys(("compute", *_RESOURCES.values()), 0.0)
-        lanes_s: dict[str, float] = collections.defaultdict(float)
+        lanes_s = collections.defaultdict[str, float](float)
         for part in parts:
             seconds[part.phase] += part.times * self._total_s(part)
             for lane, lane_s in self._lanes_of(part):
