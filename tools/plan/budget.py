@@ -265,14 +265,14 @@ class ActivationBytes(NamedTuple):
                 f"{most}, with gradients in autograd; {least} before or after: "
                 f"{format_bytes(peaks[least])}"
             )
-            terms.append(("at work", peaks[most], most_why))
-            terms.append(
+            terms += [
+                ("at work", peaks[most], most_why),
                 (
                     "gradients leaving",
                     max(2 * of_block, of_largest),
                     "of two blocks, or of the largest unit",
-                )
-            )
+                ),
+            ]
         else:
             terms += [
                 (

@@ -119,10 +119,10 @@ def speed_of(
             "--near-network"
         )
     if is_gpu:
-        sources.append(
-            f"between memory and GPU: {link_bytes_s / 1e9:.3g} GB/s each way, {link_source}"
-        )
-        sources.append(f"memory of the GPU: {memory_bytes_s / 1e9:.0f} GB/s, {memory_source}")
+        sources += [
+            f"between memory and GPU: {link_bytes_s / 1e9:.3g} GB/s each way, {link_source}",
+            f"memory of the GPU: {memory_bytes_s / 1e9:.0f} GB/s, {memory_source}",
+        ]
     return rates, compute, sources
 
 
