@@ -346,7 +346,7 @@ def prepare(job: RankJob) -> Iterator[Callable[[], RankOutcome]]:
                 else None
             )
             tensors = closing.enter_context(TensorPass(job.folders, job.num_bytes, io, job.seed))
-            yield lambda: _measure_tensors(tensors, pair, job)
+            yield lambda: _measure_tensors(tensors, pair)
             return
         several = [closing.enter_context(Passes(fd, job.file_bytes, io)) for fd in descriptors]
         yield lambda: _measure(several, job)
@@ -385,7 +385,7 @@ def _measure(several: list[Passes], job: RankJob) -> RankOutcome:
     )
 
 
-def _measure_tensors(tensors: TensorPass, pair: Passes | None, job: RankJob) -> RankOutcome:
+def _measure_tensors(tensors: TensorPass, pair: Passes | None) -> RankOutcome:
     """Tensors through the store, and beside each kind of pass the sequential one that moves as
     much."""
 

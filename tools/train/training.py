@@ -519,8 +519,7 @@ def save_events(shards: Shards, file: str | None) -> None:
     """Writes what the recorder of a closed model holds, an event on each line; None: nowhere."""
     if file is not None:
         with open(durable.create_anew(Path(file)), "w", encoding="utf-8") as lines:
-            for event in shards.store.recorder.events:
-                lines.write(json.dumps(list(event)) + "\n")
+            lines.writelines(f"{json.dumps(event)}\n" for event in shards.store.recorder.events)
 
 
 # ---- counts of bytes, and the accelerator's memory -----------------------------------------------

@@ -147,8 +147,7 @@ def _bounded(num_bytes: int, what: str) -> Iterator[None]:
     """Within the block this process may allocate 10 times `num_bytes` and 64 MiB. Raises ValueError
     if that is too little."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    with open("/proc/self/statm", "rb") as file:
-        used = int(file.read().split()[5]) * resource.getpagesize()
+    used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     most = used + _MEMORY_TIMES * num_bytes + _SPARE_BYTES
     resource.setrlimit(
         resource.RLIMIT_DATA, (most if soft == resource.RLIM_INFINITY else min(soft, most), hard)
