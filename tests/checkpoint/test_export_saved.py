@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import tiermem
 
@@ -170,6 +171,22 @@ def test_a_torch_file_holds_the_extra_states_of_modules(
     foreign = read_torch(out)
     assert len(foreign.parameters) == 6
     assert foreign.left_behind == [f"'{number}._extra_state' of the file" for number in (0, 1)]
+
+
+def test_a_folder_of_dcp_holds_the_groups_of_a_rule_without_moments(nvme: Path) -> None:
+    model = nn.Linear(3, 5)
+    with tiermem.shard(model, OffloadPolicy(paths=[nvme]), device="cpu") as shards:
+        optim = tiermem.SGD(model.parameters(), lr=0.125)
+        model(torch.ones(2, 3)).sum().backward()
+        optim.step()
+        save(shards, optim, nvme.parent / "saved", tag="one")
+    with Source.open(nvme.parent / "saved" / "one") as source:
+        export_dcp(source, nvme.parent / "out")
+    made = nn.Linear(3, 5)
+    sgd = torch.optim.SGD(made.parameters(), lr=1.0)
+    state = {"optim": get_optimizer_state_dict(made, sgd)}
+    dcp.load(state, checkpoint_id=nvme.parent / "out", no_dist=True)
+    assert state["optim"]["param_groups"][0]["lr"] == 0.125
 
 
 def test_a_folder_of_dcp_holds_the_extra_states_of_modules(scaled: Path) -> None:

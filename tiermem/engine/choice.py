@@ -180,7 +180,8 @@ def _halves(
     names = {id(param): name for name, param in model.named_parameters()}
     members: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     given = group["params"]
-    for each in [given] if isinstance(given, torch.Tensor) else given:
+    listed: Iterable[Any] = [given] if isinstance(given, torch.Tensor) else given
+    for each in listed:
         param = each[1] if isinstance(each, tuple) else each  # with its name
         name = names.get(id(param), "").lower()
         is_hidden = param.ndim == 2 and not any(word in name for word in _NO_MATRIX)

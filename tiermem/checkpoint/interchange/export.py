@@ -214,11 +214,9 @@ def export_dcp(
         for name in weight.names
     }
     state: dict[str, Any] = {"model": {**tensors, **source.extra_states()}}
-    if any(source.moments(each.name) for each in source.manifest.parameters):
-        state["optim"] = {
-            "state": _optimizer(source, planner),
-            "param_groups": torch_groups(source),
-        }
+    optimizer = {"state": _optimizer(source, planner), "param_groups": torch_groups(source)}
+    if any(optimizer.values()):  # groups alone before the first step, and of rules without moments
+        state["optim"] = optimizer
     with contextlib.ExitStack() as undoing:
         with new_folder(out, undoing) as new:
             # torch's own error says less
