@@ -513,6 +513,33 @@ def test_a_hook_sees_and_writes_the_sum_over_micro_batches(home: str, tmp_path: 
         assert torch.allclose(value, expected, rtol=1e-5, atol=1e-7)
 
 
+def scaled_after_hooks(policy: OffloadPolicy | None) -> list[torch.Tensor]:
+    """The weights after steps before which gradients that hooks have kept are scaled."""
+    model, kept = model_of(torch.float32), dict[torch.Tensor, torch.Tensor]()
+    params = list(model.parameters())
+    with tiermem.shard(model, policy) if policy else contextlib.nullcontext():
+        optim = (tiermem.SGD if policy else torch.optim.SGD)(params, lr=0.5)
+        for param in params:
+            param.register_post_accumulate_grad_hook(lambda p: kept.update({p: p.grad}))
+        for number in range(4):
+            loss_of(model, number).backward()
+            if number % 2:
+                for grad in kept.values():
+                    grad.mul_(0.25)
+                del grad
+                optim.step()
+                optim.zero_grad()
+        return [value.clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_gradient_that_a_hook_has_kept_is_written_there(home: str, tmp_path: Path) -> None:
+    theirs = scaled_after_hooks(None)
+    ours = scaled_after_hooks(OffloadPolicy(paths=[str(tmp_path)], **HOMES[home]))
+    for value, expected in zip(ours, theirs, strict=True):
+        assert torch.allclose(value, expected, rtol=1e-5, atol=1e-7)
+
+
 def trained_with_own_gradients(
     policy: OffloadPolicy | None, has_views: bool
 ) -> tuple[list[float], list[torch.Tensor]]:

@@ -112,7 +112,7 @@ def a_gradient_that_was_set_and_is_written_later_is_refused(nvme: Path) -> None:
         own = model.embed.weight.grad = torch.ones_like(model.embed.weight)
         optim.step()
         own.mul_(0.5)
-        with pytest.raises(RuntimeError, match=r"`p.grad` of embed.weight was written after"):
+        with pytest.raises(RuntimeError, match=r"the `p.grad` of embed.weight was written after"):
             optim.step()
         model.embed.weight.grad = own
         optim.step()

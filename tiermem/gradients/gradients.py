@@ -120,7 +120,7 @@ class GradientHomes:
         self._stand_ins: dict[Shard, ShardedGrad] = {}
         self._shown: set[Shard] = set()  # shards whose `p.grad` was set to its stand-in
         self._graphs: set[Shard] = set()  # of which this backward has made a graph
-        # tensors that the user has set as `p.grad`, until another is set
+        # tensors that the user has set as `p.grad`, or that his hooks have seen there
         self._set_grads: dict[Shard, _SetGrad] = {}
         # units that this backward has not begun to reduce; True: answered
         self._waiting: dict[Unit, bool] = {}
@@ -450,9 +450,9 @@ class GradientHomes:
             return
         if self._reducer is not None:
             raise RuntimeError(
-                f"the tensor that was set as the `p.grad` of {shard.name} was written after a "
-                "backward or a step had added it up over the ranks: set `p.grad` to it again, or "
-                "write `p.grad` itself"
+                f"the tensor that was the `p.grad` of {shard.name} was written after a backward "
+                "or a step had added it up over the ranks: set `p.grad` to it again, or write "
+                "`p.grad` itself"
             )
         if self.store.home is None:
             raise _used(shard, "cannot be written any more")
@@ -730,7 +730,7 @@ class GradientHomes:
         self._waiting.pop(unit, None)
         fresh = {shard for shard in unit.shards if _fresh(shard)}
         self._given |= fresh
-        self._note_graphs(fresh)
+        self._note_used(fresh)
         buckets = self._cut.get(unit.index)
         if buckets is None:
             buckets = cut(unit, self._topology.num_shards, self._policy.reduce_bucket_numel)
@@ -837,16 +837,19 @@ class GradientHomes:
         self.store.recorder.add(
             "reduce", unit.name, start_ns, time.monotonic_ns(), unit.shard_bytes
         )
-        self._note_graphs(fresh)
+        self._note_used(fresh)
         for shard in fresh:
             shard.param.grad = None
 
-    def _note_graphs(self, fresh: Iterable[Shard]) -> None:
-        """Notes gradients that backward(create_graph=True) has left, whose graph ends here."""
-        grads = ((shard, shard.param.grad) for shard in fresh)
-        self._graphs.update(
-            shard for shard, grad in grads if grad is not None and grad.requires_grad
-        )
+    def _note_used(self, fresh: Iterable[Shard]) -> None:
+        """Notes the gradients that the user's hooks may have kept, and those that
+        backward(create_graph=True) has left, whose graph ends here."""
+        for shard in fresh:
+            grad = shard.param.grad
+            if grad is not None and _is_hooked(shard.param):
+                self._set_grads[shard] = _SetGrad(grad)
+            if grad is not None and grad.requires_grad:
+                self._graphs.add(shard)
 
     def _end(self, unit: Unit) -> None:
         """Sends a unit's gradients to their tier; with step_in_backward steps it."""
@@ -861,8 +864,9 @@ class GradientHomes:
 
 
 class _SetGrad:
-    """A tensor that the user has set as `p.grad`, which may be a view of a buffer of all gradients.
-    The values of `p.grad` go home; the user may hold the tensor, read it and write it."""
+    """A tensor that the user has set as `p.grad`, or that a hook of his has seen there. It may be a
+    view of a buffer of all gradients. Its values go home; the user may hold it, read it and write
+    it."""
 
     def __init__(self, grad: torch.Tensor) -> None:
         is_view = grad._base is not None and grad._base.dtype is grad.dtype
