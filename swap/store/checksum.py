@@ -219,6 +219,8 @@ class Sums:
         self._workers: Workers | None = None
         self.verify: Verify = "always"
         self.version = 0  # another one when an entry is dropped, and when `verify` or pieces change
+        # (entry, start, stop) of pieces that a read has found damaged; a save reads them again
+        self.suspects: dict[tuple[str, int, int], None] = {}
 
     def use(self, workers: Workers | None, verify: Verify) -> None:
         """Chooses the threads that sum, and which reads are checked. Raises ValueError for a word
@@ -246,6 +248,8 @@ class Sums:
     def forget(self, entry: str) -> None:
         """Drops an entry's table."""
         self._tables.pop(entry, None)
+        for suspect in [each for each in self.suspects if each[0] == entry]:
+            del self.suspects[suspect]
         self.version += 1
 
     def of(self, entry: str) -> PieceTable | None:
@@ -426,6 +430,7 @@ class Sums:
         place = Place(
             each.table.entry, start, length, _in_files(each.base + start, length, ops, files)
         )
+        self.suspects[place.entry, start, start + length] = None
         piece = each.table.pieces.name(int(each.numbers[number]))
         written = int(each.crcs[number])
         others = (

@@ -33,18 +33,20 @@ from runs import (
     files_below,
     live_states,
     model,
+    opened,
     policy,
     read_only_from,
     states_in,
     train,
 )
-from saved_by_hand import latest_of
+from saved_by_hand import latest_of, pieces_of
 
 import tiermem
 from tiermem import checkpoint
 from tiermem.checkpoint.saving import publish
 from tiermem.checkpoint.survey import survey
 from tiermem.precision import Precision
+from tiermem.swap.base.errors import CorruptionError
 
 
 def train_durably(shards: tiermem.Shards, optimizer: Any, num_steps: int) -> None:
@@ -294,6 +296,38 @@ def test_a_run_whose_folder_was_removed_is_saved_as_a_copy(tmp_path: Path) -> No
         checkpoint.load(shards, optimizer, tmp_path / "out")
         opened = live_states(shards)
         assert all(torch.equal(opened[key], value) for key, value in kept.items())
+
+
+def test_what_a_read_has_found_damaged_is_not_saved_in_the_place_of_a_whole_step(
+    tmp_path: Path,
+) -> None:
+    made, out = model(), tmp_path / "out"
+    with tiermem.shard(made, policy("nvme", tmp_path, keep=1)) as shards:
+        optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
+        train(made, optimizer, 1)
+        checkpoint.save(shards, optimizer, out, "whole")
+        saved = states_in(out, "whole")
+        train(made, optimizer, 1)
+        shards.check_whole()
+        frozen = {
+            block // 4096
+            for _, part in opened(out, "whole")[2]
+            for piece in pieces_of(part)
+            for block in range(piece.offset // 4096 * 4096, piece.offset + piece.num_bytes, 4096)
+        }
+        with open(shards.store.folders()[0] / "segment.bin", "r+b", buffering=0) as file:
+            for block in set(range(os.fstat(file.fileno()).st_size // 4096)) - frozen:
+                os.pwrite(file.fileno(), b"other", block * 4096)
+        for act in (
+            lambda: train(made, optimizer, 1),
+            lambda: checkpoint.save(shards, optimizer, out, "damaged"),
+        ):
+            with pytest.raises(CorruptionError, match="are not those that were written"):
+                act()
+        assert states_in(out, "whole") == saved and not (out / "damaged").exists()
+        checkpoint.load(shards, optimizer, out)
+        checkpoint.save(shards, optimizer, out, "again")
+    assert states_in(out, "again") == saved
 
 
 def test_a_copy_under_way_is_ended_by_the_end_of_the_run(tmp_path: Path) -> None:

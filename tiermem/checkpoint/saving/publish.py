@@ -150,12 +150,20 @@ def check_seen(told: Sequence[Any]) -> None:
 
 def frozen(shards: Shards, content: Content, freeze: Freeze) -> Placed:
     """The frozen pieces on NVMe; `file` is an index into `freeze.files`. Blocks only to compute
-    unknown checksums."""
+    unknown checksums, and to read again what a read has found damaged.
+
+    Raises DamagedEntry for what has not been written since: a save of it would replace whole steps.
+    """
 
     def read(entry: str, start: int, stop: int) -> torch.Tensor:
         return shards.values.read_part(entry, torch.uint8, slice(start, stop))
 
     resting = content.resting
+    suspects = shards.store.sums.suspects
+    for suspect in tuple(suspects):
+        if suspect[0] in resting.entries:
+            read(*suspect)
+        del suspects[suspect]
     return Placed(resting.rows(freeze), resting.sums(shards.store.sums, read, shards.workers))
 
 
