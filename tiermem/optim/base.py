@@ -349,6 +349,10 @@ class NativeOptimizer(OptimizerFace):
         for states in self._resting:
             states.close()
 
+    def restore_ordinary(self, entries: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        """`restore` of ordinary parameters."""
+        self.restore(entries, "the entries")
+
     def restore(self, entries: Mapping[nn.Parameter, Mapping[str, Any]], where: str) -> None:
         """Restores states of parameters from entries of a state dict; an empty entry means no
         steps. where: what holds them. Collective for sharded models; blocks."""
