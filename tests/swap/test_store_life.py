@@ -134,7 +134,7 @@ def test_process_that_ends_without_close_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_store_that_cannot_have_its_budget_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds nothing"):
+    with pytest.raises(ValueError, match="host_bytes is 0; give a number of bytes"):
         TensorStore([tmp_path], host_bytes=0)
     with pytest.raises(OSError, match="reserving"):
         TensorStore([tmp_path], host_bytes=1 << 60)

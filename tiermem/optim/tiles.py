@@ -493,6 +493,7 @@ class StateTiles(RestingTiles[Tile]):
 
     def check_whole(self) -> None:
         """As `Shards.check_whole`; raises RuntimeError also after a `close`."""
+        self._store.check_process()
         if self._shards.is_closed or self._shards.states is not self:
             raise RuntimeError(
                 "these states were freed when their optimizer, or the sharded model, was closed: "

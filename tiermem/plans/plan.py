@@ -717,7 +717,8 @@ class Planner:
             durable,
             f"durability={policy.durability!r}, keep={policy.keep}",
         )
-        is_attempted = attempts and self._may_attempt and written > 0
+        has_weights = bool(resting or self._weights_copied)
+        is_attempted = attempts and self._may_attempt and has_weights and written > 0
         attempt = written if is_attempted else 0
         why = f"overlap={policy.overlap!r}"
         later = "; taken before the first such step, of which a run that always clips has none"
