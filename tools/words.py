@@ -135,9 +135,9 @@ class Mistake(ValueError):
         value, as for a shell. One that is not there is added (mistakes.py).
     """
 
-    def __init__(self, message: str, instead: Mapping[str, str]) -> None:
+    def __init__(self, message: str, instead: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
-        self.instead = dict(instead)
+        self.instead = dict(instead or {})  # without: of a copy, which gets it afterwards
 
 
 _OTHER_WORDS = {

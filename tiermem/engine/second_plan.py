@@ -43,7 +43,7 @@ def follow_memory(shards: Shards) -> None:
         shards.attach(SecondPlan(shards))
 
 
-class _Parts(NamedTuple):
+class _DeviceParts(NamedTuple):
     """What a plan has on the accelerator, and what it steps there."""
 
     states: float  # the part of them
@@ -52,9 +52,9 @@ class _Parts(NamedTuple):
     """Where weights rest. On one rank `Fill` keeps them there without a home."""
 
     @staticmethod
-    def of(policy: OffloadPolicy) -> _Parts:
+    def of(policy: OffloadPolicy) -> _DeviceParts:
         """Those of a policy."""
-        return _Parts(1 - policy.optim_ratio, policy.streamed_ratio or 0.0, policy.params)
+        return _DeviceParts(1 - policy.optim_ratio, policy.streamed_ratio or 0.0, policy.params)
 
 
 class _Candidate(NamedTuple):
@@ -127,7 +127,7 @@ class SecondPlan:
         """Goes over to the fastest plan within a room on the accelerator."""
         shards = self._shards
         best = self._best(room_bytes, num_micro, num_tokens)
-        if best is None or _Parts.of(best.policy) == _Parts.of(shards.policy):
+        if best is None or _DeviceParts.of(best.policy) == _DeviceParts.of(shards.policy):
             return
         logger.info(
             "a step's memory leaves %d MiB of %s to the plan: %.0f %% of the states rest there, "
@@ -153,9 +153,9 @@ class SecondPlan:
         """The fastest plan within a room: coarse parts of the states there with each part of the
         other tiles that it steps, then fine ones with the best of these."""
         room = room_bytes, num_micro, num_tokens
-        own = _Parts.of(self._shards.policy)
+        own = _DeviceParts.of(self._shards.policy)
         coarse = [
-            _Parts(part / _PARTS, streamed, params)
+            _DeviceParts(part / _PARTS, streamed, params)
             for part in range(0, _PARTS, _COARSE)
             for streamed in _STREAMED
             for params in self._homes
@@ -163,17 +163,19 @@ class SecondPlan:
         best = self._fastest([own, *coarse], room)
         if best is None:
             return None
-        parts = _Parts.of(best.policy)
+        parts = _DeviceParts.of(best.policy)
         fine = [parts._replace(states=part / _PARTS) for part in range(_PARTS)]
         return self._fastest([parts, *fine], room)
 
-    def _fastest(self, parts: Iterable[_Parts], room: tuple[int, int, int]) -> _Candidate | None:
+    def _fastest(
+        self, parts: Iterable[_DeviceParts], room: tuple[int, int, int]
+    ) -> _Candidate | None:
         found = self._candidates(dict.fromkeys(parts), *room)
         return min(found, key=lambda each: (each.seconds, each.plan.device_bytes), default=None)
 
     def _candidates(
         self,
-        parts: Iterable[_Parts],
+        parts: Iterable[_DeviceParts],
         room_bytes: int,
         num_micro: int,
         num_tokens: int,
