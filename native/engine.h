@@ -6,8 +6,13 @@
 // An engine moves the bytes of one block and says what the kernel said. It splits nothing, orders
 // nothing, retries nothing: that is the queue's work, done once for all engines.
 //
-// A new engine takes its own file (in CMakeLists.txt), the line below of extern names, enum tm_engine in tiermem.h,
-// `engines` in queue_open.cpp, and its name in ENGINES of swap/base/native.py and tools/options.py.
+// A new engine takes
+//     its own file, named in CMakeLists.txt
+//     its name in the line below of extern names
+//     its line in enum tm_engine of tiermem.h, at its place among those that AUTO tries
+//     its line in `engines` of queue_open.cpp
+//     its name in ENGINES of swap/base/engines.py
+//     its name in docs/glossary.md; docs/keys.md is generated
 #ifndef TIERMEM_ENGINE_H
 #define TIERMEM_ENGINE_H
 
@@ -33,7 +38,7 @@ struct tm_completion {
 
 enum tm_push {
     TM_PUSH_QUEUED, // the engine has it; the kernel sees it at the latest in the next reap
-    TM_PUSH_DONE,   // it ended at once; *result says how
+    TM_PUSH_DONE,   // it ended at once; *result says how. For errors: engine_faulty applies LATE in reap alone
     TM_PUSH_FULL    // not taken; push it again after a reap
 };
 

@@ -23,7 +23,7 @@ struct Opening {
     const tm_queue_options *options;
     int engine = 0; // enum tm_engine: the one in use
     int answer = 0; // 0 or -errno
-    char why[3 * WHY_BYTES] = "";
+    char why[TM_NUM_ENGINES * WHY_BYTES] = "";
     bool is_over = false; // guarded by the queue's mutex
     std::condition_variable over;
 };
@@ -32,6 +32,7 @@ struct Opening {
 
 // By enum tm_engine.
 static const tm_engine_functions *const engines[] = {nullptr, &tm_engine_uring, &tm_engine_aio, &tm_engine_threads};
+static_assert(sizeof engines / sizeof *engines == TM_NUM_ENGINES, "an engine of enum tm_engine is missing");
 
 // Appends one remark to the line that says why.
 static void add_why(Opening *opening, const char *engine, const char *between, const char *remark) {
@@ -59,7 +60,7 @@ static int try_engine(tm_queue *q, Opening *opening, int engine) {
 static int open_engine(tm_queue *q, Opening *opening) {
     const int asked = opening->options->engine;
     int answer = -ENOSYS;
-    for (int engine = TM_ENGINE_URING; engine <= TM_ENGINE_THREADS; ++engine) {
+    for (int engine = TM_ENGINE_AUTO + 1; engine < TM_NUM_ENGINES; ++engine) {
         if (asked != TM_ENGINE_AUTO && asked != engine)
             continue;
         answer = try_engine(q, opening, engine);
@@ -94,7 +95,7 @@ static void run(tm_queue *q, Opening *opening) {
 }
 
 static bool is_valid(const tm_queue_options *options) {
-    if (options->engine < TM_ENGINE_AUTO || options->engine > TM_ENGINE_THREADS)
+    if (options->engine < TM_ENGINE_AUTO || options->engine >= TM_NUM_ENGINES)
         return false;
     if (options->depth < 1 || options->depth > 4096 || options->threads > 1024)
         return false;

@@ -70,7 +70,13 @@ int tm_heap_trim(void);
 
 typedef struct tm_queue tm_queue;
 
-enum tm_engine { TM_ENGINE_AUTO = 0, TM_ENGINE_URING = 1, TM_ENGINE_AIO = 2, TM_ENGINE_THREADS = 3 };
+enum tm_engine {
+    TM_ENGINE_AUTO = 0, /* tries the others in their order */
+    TM_ENGINE_URING = 1,
+    TM_ENGINE_AIO = 2,
+    TM_ENGINE_THREADS = 3,
+    TM_NUM_ENGINES /* AUTO among them */
+};
 enum tm_kind { TM_READ = 0, TM_WRITE = 1, TM_SYNC = 2 };
 /* TM_SYNC: fdatasync of fd; buffer, length and offset are not looked at. It is not ordered against other
  * operations: it makes durable the writes that were answered before it was submitted. */
@@ -99,7 +105,7 @@ enum tm_queue_flag {
 };
 
 typedef struct tm_queue_options {
-    int32_t engine;       /* enum tm_engine; AUTO tries io_uring, Linux AIO, threads, in that order */
+    int32_t engine;       /* enum tm_engine */
     uint32_t depth;       /* blocks in flight, 1..4096 */
     uint32_t threads;     /* of the threads engine; 0: min(depth, 8) */
     uint32_t num_regions; /* memory ranges to register with the kernel, if it allows (io_uring): this

@@ -155,7 +155,7 @@ PLANNED: Mapping[str, str] = MappingProxyType(
         "tiermem.activation_bytes": "as many as a forward has, within what is left of host_bytes or disk_bytes",
         "tiermem.kv_bytes": "nothing is left to a KV cache",
         "tiermem.grads": "cpu when the budget has room, else nvme",
-        "tiermem.engine": "the first of uring, aio and threads that works",
+        "tiermem.engine": "auto",
     }
 )
 

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tiermem.swap.base.engines import ENGINES
 from tiermem.tools.measure.machine import num_cores, parse_tbw
 from tiermem.tools.memory_limit import parse_memory
 from tiermem.tools.words import (
@@ -57,7 +58,6 @@ COMPUTES = ("auto", "storage", "fp32")
 STATES = ("exact", "compact", "bf16", "tiny")
 DURABILITIES = ("checkpoint", "step", "none")
 OVERLAPS = ("auto", "none", "forward", "backward")
-ENGINES = ("auto", "uring", "aio", "threads")
 ISAS = ("plain", "avx2", "avx512")
 """Instruction sets of the kernels, as tm_isa_choose numbers them."""
 SEQUENTIAL = ("read", "write", "mixed")
@@ -504,7 +504,7 @@ class TuneOptions(Options):
     )
     engines: Sequence[str] = several(
         "auto",
-        "those to try: auto (all that run), or some of uring,aio,threads",
+        f"those to try: auto (all that run), or some of {','.join(ENGINES[1:])}",
         "--engine",
         check=ENGINE,
     )
@@ -525,7 +525,7 @@ class IoBenchOptions(Options):
     blocks: Sequence[int] = several("256KiB,1MiB,4MiB", "block sizes", "--block", parse_bytes)
     depths: Sequence[int] = several("1,8,32", "blocks in flight", "--depth", int, from_to(1, 4096))
     engines: Sequence[str] = several(
-        "auto", "some of auto,uring,aio,threads", "--engine", check=ENGINE
+        "auto", f"some of {','.join(ENGINES)}", "--engine", check=ENGINE
     )
     modes: Sequence[str] = several(
         "read,write,mixed,random",
@@ -634,7 +634,7 @@ class StepBenchOptions(Options):
         False, "read, compute and write in turn", "--no-pipeline", operator.not_
     )
     yardstick: Path | None = _bare_loop()
-    engine: str = option("auto", "auto, uring, aio or threads", check=ENGINE)
+    engine: str = option("auto", f"one of {','.join(ENGINES)}", check=ENGINE)
     tbw_bytes: int | None = _tbw()
     plot_file: Path | None = optional("draw a step tile by tile, as a PNG", "--plot")
 

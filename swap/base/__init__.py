@@ -9,6 +9,7 @@ Files in order: each imports only files before it.
     grad_mode     calls with autograd on or off, as it was after every interrupt
     errors        errors of failed checksums; advice about system errors
     parts         the tensors and the rule of one optimizer step
+    engines       the I/O engines by name
     native        the binding to floor 0: map, queue and its settings, workers, kernels
     tile_program  the binding of native step programs
 """

@@ -23,6 +23,7 @@ import torch
 from _tiermem_native import ffi as ffi
 from _tiermem_native import lib as lib
 
+from tiermem.swap.base.engines import ENGINES as ENGINES
 from tiermem.swap.base.errors import remedy
 from tiermem.swap.base.parts import (
     MOMENTS,
@@ -40,10 +41,6 @@ from tiermem.swap.base.parts import (
 from tiermem.swap.base.ranges import ALIGNMENT, ByteRange
 
 _MAX_BLOCK_BYTES = 1 << 30  # below what one system call transfers
-ENGINES = {
-    name: getattr(lib, f"TM_ENGINE_{name.upper()}") for name in ("auto", "uring", "aio", "threads")
-}
-_ENGINE_NAMES = {code: name for name, code in ENGINES.items()}
 FAULTS = {"error": lib.TM_FAULT_ERROR, "short": lib.TM_FAULT_SHORT}
 FAULTS |= {"late": lib.TM_FAULT_LATE, "refused": lib.TM_FAULT_REFUSED}
 NORM_BLOCK = int(lib.TM_NORM_BLOCK)
@@ -96,7 +93,7 @@ class IoSettings:
     """How the queue of each path moves blocks. Raises ValueError for what no engine takes."""
 
     engine: str = "auto"
-    """"auto", "uring", "aio" or "threads"."""
+    """A name of swap/base/engines.py."""
     block_bytes: int = 1 << 20
     """Transfers are split into blocks of this size."""
     depth: int = 64
@@ -111,7 +108,7 @@ class IoSettings:
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
-            raise ValueError(f"engine is {self.engine!r}; allowed are auto, uring, aio and threads")
+            raise ValueError(f"engine is {self.engine!r}; allowed are {', '.join(ENGINES)}")
         blocks = range(ALIGNMENT, _MAX_BLOCK_BYTES + 1, ALIGNMENT)
         if self.block_bytes not in blocks:
             raise ValueError(
@@ -298,7 +295,7 @@ class Queue:
         descriptors = ffi.new("int32_t[]", list(files))
         in_order = lib.TM_QUEUE_NO_OVERLAP * (not io.overlap_events)
         options = {
-            "engine": ENGINES[io.engine],
+            "engine": getattr(lib, f"TM_ENGINE_{io.engine.upper()}"),
             "depth": io.depth,
             "threads": io.threads,
             "block_bytes": io.block_bytes,
@@ -323,7 +320,7 @@ class Queue:
                 raise OSError(
                     -code, f"no I/O queue (engine {io.engine!r}): {os.strerror(-code)}; {self.why}"
                 )
-            self.engine = _ENGINE_NAMES[chosen[0]]
+            self.engine = ENGINES[chosen[0]]
             self._queue = queue[0]
         except BaseException:
             if queue[0] != ffi.NULL:

@@ -82,7 +82,7 @@ static void bench_queue(uint64_t bytes, uint64_t block, unsigned depth) {
         {"bare io_uring", [&](int kind) { move_bare(&ring, kind, file.fd, memory.data, bytes, block, depth); }});
 #endif
     std::vector<std::unique_ptr<Queue>> queues;
-    for (int engine = TM_ENGINE_URING; engine <= TM_ENGINE_THREADS; ++engine) {
+    for (int engine = TM_ENGINE_AUTO + 1; engine < TM_NUM_ENGINES; ++engine) {
         queues.emplace_back(new Queue(engine, depth, block, {}, &memory));
         Queue *queue = queues.back().get();
         if (queue->is_open)

@@ -117,7 +117,7 @@ inline tm_op op_of(int kind, const File &file, char *buffer, uint64_t length, ui
 // The engines that this machine opens; the others say why not.
 inline std::vector<int> find_engines() {
     std::vector<int> engines;
-    for (int engine = TM_ENGINE_URING; engine <= TM_ENGINE_THREADS; ++engine) {
+    for (int engine = TM_ENGINE_AUTO + 1; engine < TM_NUM_ENGINES; ++engine) {
         Queue queue(engine, 4, 4096);
         printf("engine %d: %s\n", engine, queue.why);
         CHECK(queue.why[0] != 0);

@@ -285,7 +285,7 @@ static void bad_options_are_refused() {
     CHECK_EQUAL(Queue(TM_ENGINE_AUTO, 4097, 4096).opened, -EINVAL);
     CHECK_EQUAL(Queue(TM_ENGINE_AUTO, 4, 0).opened, -EINVAL);
     CHECK_EQUAL(Queue(TM_ENGINE_AUTO, 4, 5000).opened, -EINVAL);
-    CHECK_EQUAL(Queue(4, 4, 4096).opened, -EINVAL);
+    CHECK_EQUAL(Queue(TM_NUM_ENGINES, 4, 4096).opened, -EINVAL);
     CHECK_EQUAL(Queue(-1, 4, 4096).opened, -EINVAL);
 }
 

@@ -38,6 +38,7 @@ from tiermem.state_access import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
+from tiermem.swap.base.engines import ENGINES
 from tiermem.swap.base.errors import CorruptionError
 from tiermem.swap.base.native import READ, WRITE, TransferError
 from tiermem.swap.program.program import Program
@@ -249,7 +250,7 @@ CHOICES: dict[str, list[Any]] = {
     "home": sorted(HOMES),
     "precision": ["exact", "compact", "bf16", "tiny"],
     "dtype": [torch.float32, torch.bfloat16],
-    "engine": ["uring", "aio", "threads"],
+    "engine": list(ENGINES[1:]),
     "tile_numel": [4096, 1 << 20],
     "tile_buffers": [1, 2, 4],
     "overlap": ["forward", "backward", "backward"],

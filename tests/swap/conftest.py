@@ -13,11 +13,10 @@ from aio_events import aio_events
 from lies import Lies
 from mounts import mount as mount
 
+from tiermem.swap.base.engines import ENGINES
 from tiermem.swap.base.native import Fault, IoSettings, Queue
 from tiermem.swap.disk.paths import NvmePath
 from tiermem.swap.store.store import TensorStore
-
-ENGINES = ("uring", "aio", "threads")
 
 
 def _engine_or_skip(name: str) -> str:
@@ -28,7 +27,7 @@ def _engine_or_skip(name: str) -> str:
     return name
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=ENGINES[1:])
 def engine(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every engine that can run here."""
     with aio_events():

@@ -443,7 +443,7 @@ def test_folder_removed_under_a_run_does_not_stop_the_closing(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("setting", "allowed"),
     [
-        ({"engine": "spdk"}, "auto, uring, aio and threads"),
+        ({"engine": "spdk"}, "allowed are auto, uring"),
         ({"block_bytes": 0}, "multiples of 4096"),
         ({"block_bytes": 4097}, "multiples of 4096"),
         ({"block_bytes": 2 << 30}, "up to 1073741824"),

@@ -10,6 +10,7 @@ from rich.console import Console
 
 pytest.importorskip("_tiermem_native")
 
+from tiermem.swap.base.engines import ENGINES
 from tiermem.tools.check import check_machine
 from tiermem.tools.options import CheckOptions
 
@@ -27,10 +28,7 @@ def test_every_finding_is_there(tmp_path: Path) -> None:
         "memlock",
         "aio-max-nr",
         "transparent_hugepage",
-        "engine auto",
-        "engine uring",
-        "engine aio",
-        "engine threads",
+        *(f"engine {name}" for name in ENGINES),
         "kernels",
         "GPU",
         "GB/s",

@@ -127,7 +127,7 @@ MISTAKES = {
         (["--path", ".", "."], "--path names a folder twice"),
         (
             ["--path", ".", "--engine", "uring,disk"],
-            "--engine is 'disk'; allowed are auto, uring, aio, threads",
+            "--engine is 'disk'; allowed are auto, uring",
         ),
         (["--path", ".", "--out", "no/tiermem.json"], "no: no such folder"),
         (["--path", ".", "--size", "1MiB"], "--size is 1.0 MiB; it must be at least 8.0 MiB"),

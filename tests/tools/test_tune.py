@@ -19,6 +19,7 @@ pytest.importorskip("_tiermem_native")
 
 from tiermem.config import load_config
 from tiermem.config.load import with_tuned
+from tiermem.swap.base.engines import ENGINES
 from tiermem.swap.base.native import IoSettings, Queue
 from tiermem.swap.disk.paths import NvmePath
 from tiermem.tools.cli import main
@@ -46,7 +47,7 @@ from tiermem.tools.tune import (
 MIB = 1 << 20
 NVME: dict[str, Any] = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}
 GRID = [
-    *candidates_of(["uring", "aio", "threads"], 1 << 30, IoSettings()),
+    *candidates_of(ENGINES[1:], 1 << 30, IoSettings()),
     IoSettings("aio"),
     IoSettings("threads"),
 ]
@@ -158,8 +159,8 @@ def test_its_own_file_is_written_again_and_no_other(tmp_path: Path) -> None:
 
 
 def test_the_grid_spans_blocks_depths_and_engines_within_bounds() -> None:
-    grid = candidates_of(["uring", "aio", "threads"], 1 << 30, IoSettings())
-    assert {io.engine for io in grid} == {"auto", "uring", "aio", "threads"}
+    grid = candidates_of(ENGINES[1:], 1 << 30, IoSettings())
+    assert {io.engine for io in grid} == set(ENGINES)
     assert (
         {io.block_bytes for io in grid}
         == set(BLOCKS)

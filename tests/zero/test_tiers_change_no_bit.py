@@ -14,15 +14,14 @@ from programs.twins import Result, assert_same, seeded, train
 
 from tiermem import IoSettings, OffloadPolicy, Tier
 from tiermem.precision import PRESETS, Precision
+from tiermem.swap.base.engines import ENGINES
 
 ON_NVME: dict[str, Any] = {"params": Tier.NVME, "optim": Tier.NVME}
 BASE = OffloadPolicy(params=Tier.HOST, optim=Tier.HOST, persistence_numel=100, tile_numel=1 << 20)
 DTYPES = [torch.float32, torch.bfloat16]
 
 WAYS: dict[str, dict[str, Any]] = {
-    "uring": {"io": IoSettings("uring")},
-    "aio": {"io": IoSettings("aio")},
-    "threads": {"io": IoSettings("threads")},
+    **{engine: {"io": IoSettings(engine)} for engine in ENGINES[1:]},
     "depth 1": {"io": IoSettings(depth=1)},
     "depth 32, blocks of 4096": {"io": IoSettings(depth=32, block_bytes=4096)},
     "smallest tiles": {"tile_numel": 1},

@@ -22,7 +22,7 @@ from tiermem.config.precision import PrecisionConfig
 from tiermem.policy import OffloadPolicy
 from tiermem.precision import Range, marks_of, parts_of
 from tiermem.section import SET_BY, Bytes, ConfigModel, Number, Whole
-from tiermem.swap.base.native import ENGINES
+from tiermem.swap.base.engines import ENGINES
 
 _WRITTEN_OTHERWISE = ("paths", "precision", "grads", "activations")
 """Fields whose values have a form of their own in a config; OwnConfig names their types."""
@@ -46,7 +46,7 @@ def _bounds_of(limit: Range) -> Any:
     return Field(gt=0.0, le=high) if is_open else Field(ge=limit.low, le=high)
 
 
-EngineName: Any = Literal[tuple(ENGINES)]
+EngineName: Any = Literal[ENGINES]
 _keys: dict[str, Any] = {
     setting.field: (_kind_of(setting.field), getattr(OffloadPolicy, setting.field))
     for path, setting in SET_BY.items()
