@@ -139,8 +139,7 @@ class OffloadPolicy:
     of a config say."""
     num_moments: Annotated[int, Range("allowed are 0 to 3", 0, 3), Key("optimizer")] = 2
     """Moments of each parameter that the plan makes room for: 2 for Adam, 3 with amsgrad, 1 for
-    Lion, Adagrad, Muon and SGD with momentum. An optimizer that keeps more is refused; one that
-    keeps fewer leaves the rest unused."""
+    Lion. An optimizer that keeps more is refused; one that keeps fewer leaves the rest unused."""
     paths: AnyPath | Sequence[AnyPath] = ()
     """Folders on the NVMe file systems, one or several, each with an optional cap and weight;
     needed when anything rests on NVMe. Caps are per node, divided by the ranks on it. Not set: in a

@@ -19,6 +19,7 @@ from torch import nn
 import tiermem
 from tiermem import Tier
 from tiermem.config import load_config
+from tiermem.optimizers import PARAMS
 from tiermem.zero import Init
 
 OFFLOADS = ["none", "cpu", "nvme"]
@@ -543,8 +544,8 @@ def test_an_optimizer_of_another_kind_is_refused(tmp_path: Path) -> None:
     model = models.ShortTower()
     given = torch.optim.RMSprop(model.parameters())
     said = (
-        "RMSprop cannot step states.*allowed are AdamW, Adam, Adagrad, Lion, SGD, Muon of "
-        "tiermem.*Give the nearest of these"
+        f"RMSprop cannot step states.*allowed are {', '.join(PARAMS)} of tiermem.*"
+        "Give the nearest of these"
     )
     refused(
         tmp_path, ValueError, said, model=model, optimizer=given, config=config("nvme", tmp_path)

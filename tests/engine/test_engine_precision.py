@@ -17,6 +17,7 @@ from programs.models import logits_of
 from programs.twins import assert_same_tensors, batch, loss_of, seeded
 
 import tiermem
+from tiermem.optimizers import PARAMS
 from tiermem.precision import PRESETS
 
 OFFLOADS = ["none", "cpu", "nvme"]
@@ -228,6 +229,7 @@ def test_stochastic_bf16_states_do_not_warn(tmp_path: Path) -> None:
 # ---- optimizers ----------------------------------------------------------------------------------
 
 SECTIONS: dict[str, dict[str, Any]] = {
+    **{name: {"lr": 1e-3} for name in PARAMS if name != "Muon"},  # which has groups of its own
     "AdamW": {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True},
     "Adam": {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": False, "maximize": True},
     "Adagrad": {"lr": 1e-2, "lr_decay": 0.1, "initial_accumulator_value": 0.1},
@@ -289,7 +291,9 @@ def test_muon_steps_hidden_matrices_and_adamw_the_rest(offload: str, tmp_path: P
     engine.close()
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "Adagrad", "SGD"])
+@pytest.mark.parametrize(
+    "name", [name for name in PARAMS if name != "Muon" and hasattr(torch.optim, name)]
+)
 def test_torchs_own_optimizers_are_taken_over(name: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.05}
     settings |= {"SGD": {"momentum": 0.9}, "Adam": {"amsgrad": True}}.get(name, {})

@@ -653,9 +653,7 @@ def best_model(folder: Path, stage: str, dtype: str) -> None:
     "an optimizer that tiermem does not have",
 )
 def adafactor(folder: Path) -> None:
-    with refused(
-        r"Adafactor cannot step states that rest on tiers; allowed are [\w, ]+ of tiermem"
-    ):
+    with refused("Adafactor cannot step states that rest on tiers"):
         config = {
             **config_of("zero3", "optimizer", "scheduler"),
             "zero_force_ds_cpu_optimizer": False,

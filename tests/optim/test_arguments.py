@@ -13,8 +13,7 @@ from torch import nn
 
 import tiermem
 from tiermem import OffloadPolicy, Precision, Tier
-
-KINDS = ("AdamW", "Adam", "Adagrad", "Lion", "SGD", "Muon")
+from tiermem.optimizers import PARAMS
 
 
 def build(kind: str, params: Any = None, **options: Any) -> torch.optim.Optimizer:
@@ -23,7 +22,7 @@ def build(kind: str, params: Any = None, **options: Any) -> torch.optim.Optimize
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("group", [{}, {"lr": -1.0}, {"lr": float("nan")}, {"weight_decay": -0.1}])
 def test_values_out_of_range_are_refused_in_every_group(kind: str, group: dict[str, float]) -> None:
     params = [

@@ -21,7 +21,6 @@ from tiermem.section import ConfigModel, Problems
 # ---- optimizer -----------------------------------------------------------------------------------
 #
 #     Adam, AdamW    as in DeepSpeed, "Adam" means AdamW (decoupled weight decay) unless `adam_w_mode` is false
-#     Adagrad, Lion, SGD
 #     Muon           Muon steps the matrices of hidden layers, AdamW the other parameters
 #
 # Their settings: optimizers/.

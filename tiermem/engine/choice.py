@@ -29,10 +29,7 @@ logger = logging.getLogger("tiermem")
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
 
-# AdamW comes before Adam, since it is one
-KINDS: Mapping[str, type[NativeOptimizer]] = {
-    name: getattr(optim, name) for name in ("AdamW", *PARAMS)
-}
+KINDS: Mapping[str, type[NativeOptimizer]] = {name: getattr(optim, name) for name in PARAMS}
 
 # half of the last of bf16's 8 significant bits, relative to the number, where that is smallest
 _HALF_A_BIT = 2.0**-8
@@ -108,10 +105,8 @@ class OptimizerChoice(NamedTuple):
     def warn_of_stalling(self, precision: Precision) -> None:
         """Warns when a bf16 second moment is rounded to nearest and a step's decay is too small to
         survive that rounding."""
-        if self.name not in ("Adam", "AdamW", "Muon") or (
-            precision.moments,
-            precision.rounding,
-        ) != ("bf16", "nearest"):
+        is_rounded = (precision.moments, precision.rounding) == ("bf16", "nearest")
+        if not (PARAMS[self.name].averages_squares and is_rounded):
             return
         groups = ({"betas": (0.9, 0.999), **self.defaults, **group} for group in self.groups)
         change = min(1.0 - group["betas"][1] for group in groups)

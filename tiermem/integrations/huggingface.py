@@ -100,8 +100,8 @@ class TiermemMixin(_Base):  # type: ignore[misc]
             not fit in `args.output_dir`.
 
     The model is sharded when training or evaluation starts, and stays sharded until `close`. The
-    optimizer is tiermem's of the same kind as the one that the Trainer would use (AdamW, Adam,
-    Adagrad, SGD, Lion, Muon); others raise ValueError.
+    optimizer is tiermem's of the same kind as the one that the Trainer would use; others raise
+    ValueError.
     """
 
     optimizer: Any

@@ -62,9 +62,8 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
             cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout,
             start_method. Others raise TypeError.
 
-    `configure_optimizers` gives one optimizer, tiermem's or torch's of the same name (AdamW, Adam,
-    Adagrad, SGD, Lion, Muon); others, and several, raise ValueError. Its groups and schedules are
-    kept.
+    `configure_optimizers` gives one optimizer, tiermem's or torch's of the same name; others, and
+    several, raise ValueError. Its groups and schedules are kept.
     """
 
     strategy_name = "tiermem"

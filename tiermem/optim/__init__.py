@@ -17,8 +17,8 @@ Files in order; each imports only files before it:
     sharded       the whole step of a sharded model
     base          one torch optimizer for sharded and ordinary parameters
 
-The package itself holds Adam, AdamW, Adagrad, Lion, SGD and Muon: the face of each (optimizers/)
-before the steps of all.
+The package itself holds the class of every optimizer: its face (optimizers/) before the steps of
+all.
 """
 
 from __future__ import annotations

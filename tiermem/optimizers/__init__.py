@@ -6,10 +6,26 @@ torch's arguments and checks.
     class LionFace        what is Lion's own of the class `tiermem.Lion` (optim/__init__.py), whose steps are every
                           optimizer's
 
-A new optimizer takes its file here, its line in PARAMS and RULES, and its class in
-optim/__init__.py. Its rule, if it is new, takes enum tm_rule with its formula in native/tiermem.h,
-a loop (loops.h, loops_rules.h, optimizer.cpp), MOMENTS in swap/base/parts.py, and the same formula
-in swap/kernels/torch_step.py and triton_step.py.
+A new optimizer takes
+
+    its file here
+    its line in PARAMS, at its place in the order there
+    its rule in _RULES, if it keeps a moment that no rule there keeps
+    its class in optim/__init__.py
+    its name in tiermem/__init__.py
+    its name in docs/precision.md, the one list of names
+    docs/keys.md and tests/public_names.txt, which are generated
+    its settings in FLIPS of tests/engine/test_keys_on_a_run.py
+    a claim in tests/config/key_claims.py for each setting that no other optimizer has
+
+Its rule, if it is new, takes
+
+    enum tm_rule, with its formula, in native/tiermem.h
+    a loop in native/loops_rules.h, named in loops.h and optimizer.cpp
+    its moments in MOMENTS of swap/base/parts.py
+    the same formula in swap/kernels/torch_step.py and triton_step.py
+    the same formula in tests/native/test_optimizer.cpp
+    its line in RULES of tests/swap/test_torch_step.py
 
 They stand below config/ and optim/, since both read them. Files in order; each imports only files
 before it:
@@ -35,14 +51,18 @@ from tiermem.optimizers.sgd import SgdParams, sgd
 from tiermem.swap.base.parts import MOMENTS
 
 PARAMS: Mapping[str, type[OptimizerParams]] = {
-    "Adam": AdamParams,
     "AdamW": AdamParams,
+    "Adam": AdamParams,
     "Adagrad": AdagradParams,
     "Lion": LionParams,
-    "SGD": SgdParams,
     "Muon": MuonParams,
+    "SGD": SgdParams,
 }
-"""The settings of each optimizer, by the name of its class."""
+"""The settings of each optimizer, by the name of its class.
+
+The first that fits an optimizer or a checkpoint is taken. AdamW comes before Adam, since it is one.
+Lion comes after AdamW, and SGD after Muon: the states and settings of those have their marks, too.
+"""
 
 _RULES = (
     adam(is_decoupled=True, amsgrad=True),
@@ -53,6 +73,9 @@ _RULES = (
     ADAMW_OF_MUON,
 )
 """Rules that together have every moment."""
+
+KEPT_MOMENTS = {moment for rule in _RULES for moment in rule.moments}
+"""Every moment, named as in torch."""
 
 NEVER_NEGATIVE = frozenset(
     moment

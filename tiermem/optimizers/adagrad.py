@@ -23,6 +23,8 @@ from tiermem.swap.base.parts import StepRule
 class AdagradParams(OptimizerParams):
     """`optimizer.params` of Adagrad."""
 
+    marks = ("sum", "lr_decay")
+
     lr: Number = 1e-2
     """Learning rate."""
     lr_decay: Number = 0.0

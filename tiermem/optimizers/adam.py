@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import ClassVar
 
 import pydantic
 import torch
@@ -30,12 +29,14 @@ from tiermem.swap.base.parts import StepRule
 class AdamParams(OptimizerParams):
     """`optimizer.params` of Adam and AdamW."""
 
-    no_arguments: ClassVar[tuple[str, ...]] = (
+    no_arguments = (
         "adam_w_mode",
         "fp32_optimizer_states",
         "bias_correction",
         "torch_adam",
     )
+    marks = ("exp_avg_sq",)
+    averages_squares = True
 
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     """Decay rates of the first and second moment."""

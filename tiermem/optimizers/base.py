@@ -30,6 +30,11 @@ class OptimizerParams(ConfigModel):
     section: ClassVar[str] = "optimizer.params"
     no_arguments: ClassVar[tuple[str, ...]] = ()
     """Keys that are no arguments of the optimizer."""
+    marks: ClassVar[tuple[str, ...]] = ()
+    """Moments and settings by which a checkpoint of another system shows this optimizer."""
+    averages_squares: ClassVar[bool] = False
+    """Whether a moment averages squares by betas[1]: kept in bf16, it stalls when it is rounded to
+    nearest."""
 
     lr: Number = 1e-3
     """Learning rate."""
@@ -68,14 +73,7 @@ class OptimizerParams(ConfigModel):
 #                   operations with the same bits. A piece may be any range of the parameter
 #     MatrixStep    a whole matrix: elementwise momentum, an update that torch makes orthogonal, an elementwise step along it
 #
-#     rule      native    moments, under torch's own keys               value before the first step
-#     adamw     adamw     exp_avg, exp_avg_sq [, max_exp_avg_sq]        zero
-#     adam      adam      the same                                      zero
-#     adagrad   adagrad   sum                                           initial_accumulator_value
-#     lion      lion      exp_avg                                       zero
-#     sgd       sgd       [momentum_buffer]                             the first gradient
-#     matrix    sgd       momentum_buffer                               zero             Muon's, for whole matrices
-#
+# Before its first step a moment is zero, but for Adagrad's (initial_accumulator_value) and SGD's (the first gradient).
 # Formulas: native/tiermem.h.
 
 

@@ -23,6 +23,8 @@ from tiermem.swap.base.parts import StepRule
 class LionParams(OptimizerParams):
     """`optimizer.params` of Lion."""
 
+    marks = ("exp_avg",)
+
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     """Decay rate of the moment in the update, and of the moment that is kept."""
     maximize: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import pydantic
 import torch
@@ -33,7 +33,9 @@ from tiermem.swap.base.parts import StepRule
 class MuonParams(OptimizerParams):
     """`optimizer.params` of Muon."""
 
-    no_arguments: ClassVar[tuple[str, ...]] = ("ns_method",)
+    no_arguments = ("ns_method",)
+    marks = ("ns_steps",)
+    averages_squares = True
 
     lr: Number = 0.02
     """Learning rate. The default is that of matrices alone."""

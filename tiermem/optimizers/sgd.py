@@ -27,6 +27,8 @@ from tiermem.swap.base.parts import StepRule
 class SgdParams(OptimizerParams):
     """`optimizer.params` of SGD."""
 
+    marks = ("momentum_buffer", "momentum")
+
     momentum: Number = 0.0
     """Decay rate of the momentum; 0 keeps none."""
     dampening: Number = 0.0

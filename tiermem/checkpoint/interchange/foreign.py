@@ -17,15 +17,16 @@ import torch
 from tiermem.checkpoint.format.fields import Json, decode, encode
 from tiermem.checkpoint.format.manifest import WEIGHT
 from tiermem.checkpoint.opening.source import Source
+from tiermem.optimizers import KEPT_MOMENTS, PARAMS
 from tiermem.optimizers.base import IMPLEMENTATION
-from tiermem.units.state_layout import EXP_AVG, EXP_AVG_SQ, MASTER
+from tiermem.units.state_layout import EXP_AVG_SQ, MASTER
 
 # ---- the form ------------------------------------------------------------------------------------
 
 STEP = "step"
 STEP_KEYS = ("global_step", "global_steps", "step")
 """Keys of a file under which it may say how many steps were made."""
-STATES = (MASTER, EXP_AVG, EXP_AVG_SQ, "max_exp_avg_sq", "sum", "momentum_buffer")
+STATES = {MASTER, *KEPT_MOMENTS}
 """States of a parameter that are imported, under torch's and tiermem's names. Others are left out
 and listed."""
 
@@ -204,20 +205,11 @@ def tie(parameters: Iterable[ForeignParameter], ties: Mapping[str, str]) -> list
 # import    the class is inferred from states and settings; a group keeps the settings that an optimizer here may have
 # export    a group gets every setting of torch's optimizer of that class, because dcp.load asks for each of them
 
-_SETTINGS = frozenset(
-    (
-        "lr", "initial_lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay", "momentum",
-        "dampening", "nesterov", "lr_decay", "initial_accumulator_value", "ns_steps", "ns_coefficients", "adjust_lr_fn",
-    )
-)  # fmt: skip
+_SETTINGS = {"initial_lr", "decoupled_weight_decay", "ns_coefficients", "adjust_lr_fn"}.union(
+    *(kind().settings() for kind in PARAMS.values())
+)
 """Settings of torch's optimizers that have a counterpart here, without those of the
 implementation."""
-
-_CLASSES = (
-    (EXP_AVG_SQ, "AdamW"), (EXP_AVG, "Lion"), ("sum", "Adagrad"), ("lr_decay", "Adagrad"), ("ns_steps", "Muon"),
-    ("momentum_buffer", "SGD"), ("momentum", "SGD"),
-)  # fmt: skip
-"""(state or setting, optimizer class): the first match decides."""
 
 
 def class_of(foreign: Foreign) -> str:
@@ -226,7 +218,7 @@ def class_of(foreign: Foreign) -> str:
     marks = {name for p in foreign.parameters for name in p.states} | {
         key for group in foreign.groups for key in group
     }
-    return next((name for mark, name in _CLASSES if mark in marks), "AdamW")
+    return next((name for name, kind in PARAMS.items() if marks.intersection(kind.marks)), "AdamW")
 
 
 def optimizer_of(foreign: Foreign, lost: list[str]) -> Json:
@@ -274,7 +266,7 @@ def torch_groups(source: Source) -> list[dict[str, Any]]:
 def _defaults(name: str) -> Mapping[str, Any]:
     """The default settings of torch's optimizer of a name; empty if this module knows none of that
     name."""
-    if name not in ("AdamW", "Adam", "Adagrad", "SGD"):
+    if name not in PARAMS or name == "Muon" or not hasattr(torch.optim, name):
         return {}
     group = getattr(torch.optim, name)([torch.zeros(1)], lr=1e-3).param_groups[0]
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
