@@ -201,7 +201,8 @@ def load_pretrained_weights(
         text = "%s holds %s, which %s does not have: they are left out"
         logger.warning(text, path, ", ".join(sorted(left_out)), type(model).__name__)
     lacking = _lacking(model, filled)
-    if lacking and (not may_lack or len(lacking) == len(names_of(model))):
+    fills_nothing = bool(stored) and len(lacking) == len(names_of(model))
+    if lacking and (not may_lack or fills_nothing):
         raise ValueError(f"{path} lacks {', '.join(sorted(lacking))}, which the model has")
     return lacking
 

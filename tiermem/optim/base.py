@@ -486,6 +486,8 @@ class NativeOptimizer(OptimizerFace):
                 tiles.half_loaded.add(shard)
         for param, (name, given) in entries.items():
             rule = self.rule_of(self._groups[id(param)], param)
+            if self.lost_states and not given:
+                continue  # a closed model keeps no states
             if param in at_rest:
                 shard, tiles = at_rest[param]
                 tiles.restore(shard, given, rule)
