@@ -74,6 +74,10 @@ extern const tm_engine_functions tm_engine_faulty;
 // CPU time of a thread that has not been joined, user and system, in nanoseconds; 0 when it ended.
 int64_t tm_thread_cpu_ns(std::thread *thread);
 
+// The calling thread, which sleeps between transfers, gets a core soon after it wakes, though others compute: it asks
+// for short slices. Kernels before Linux 6.12 know none, which changes nothing.
+void tm_thread_wakes_soon();
+
 // True when the file was opened with O_DIRECT, whose transfers start on multiples of TM_DIRECT_ALIGN.
 bool tm_engine_is_direct(int fd);
 static const uint64_t TM_DIRECT_ALIGN = 4096;

@@ -8,6 +8,7 @@
 #include <errno.h>
 #include <string.h>
 
+#include "engine.h"
 #include "pass.h"
 
 typedef std::unique_lock<std::mutex> Lock;
@@ -506,6 +507,7 @@ static bool turn(tm_program *p, Lock *lock) {
 }
 
 void tm_program_serve(tm_program *p) {
+    tm_thread_wakes_soon();
     Lock lock(p->mutex);
     for (;;) {
         const uint64_t seen = p->bell.count();

@@ -82,6 +82,7 @@ static int open_engine(tm_queue *q, Opening *opening) {
 }
 
 static void run(tm_queue *q, Opening *opening) {
+    tm_thread_wakes_soon();
     const int answer = open_engine(q, opening);
     {
         std::lock_guard<std::mutex> lock(q->mutex);

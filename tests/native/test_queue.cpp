@@ -2,10 +2,14 @@
 
 #include <algorithm>
 #include <atomic>
+#include <filesystem>
+#include <string>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <thread>
 
 #include "bell.h"
+#include "engine.h"
 #include "fixture.h"
 
 static const int64_t MS = 1000000;
@@ -146,6 +150,25 @@ static void a_program_says_how_much_is_in_flight(int engine) {
     CHECK_EQUAL(tm_queue_submit_ringing(queue.q, refused, 2, &bell, 1), -EEXIST);
     CHECK_EQUAL(queue.wait(1).error, 0);
     CHECK_EQUAL(most_at_once(queue, file, nullptr, 0), 8);
+}
+
+static uint64_t slice_of(pid_t thread) {
+    uint64_t attributes[6] = {}; // the fourth is the slice in ns
+    return syscall(SYS_sched_getattr, thread, attributes, sizeof attributes, 0) == 0 ? attributes[3] : 0;
+}
+
+static void its_thread_has_the_slices_that_the_kernel_grants(int engine) {
+    uint64_t granted = 0;
+    std::thread([&granted] {
+        tm_thread_wakes_soon();
+        granted = slice_of(0);
+    }).join();
+    Queue queue(engine, 8, 4096);
+    int num_found = 0;
+    for (const auto &each : std::filesystem::directory_iterator("/proc/self/task"))
+        num_found += slice_of(std::stoi(each.path().filename())) == granted;
+    CHECK(num_found > 0);
+    CHECK(granted <= slice_of(0));
 }
 
 // Late completions keep the only slots taken, so that the order of the rest can be seen.
@@ -309,6 +332,7 @@ int main() {
         RUN(a_file_that_ends_inside_a_sector_is_no_data, engine, true);
         RUN(a_file_that_ends_inside_a_sector_is_no_data, engine, false);
         RUN(a_program_says_how_much_is_in_flight, engine);
+        RUN(its_thread_has_the_slices_that_the_kernel_grants, engine);
         RUN(promote_puts_a_tag_before_others, engine);
         RUN(cancel_drops_what_the_kernel_does_not_have, engine);
         RUN(wait_ends_at_its_timeout, engine);
