@@ -484,10 +484,12 @@ class NativeOptimizer(OptimizerFace):
         for shard, tiles in self._at_rest():
             if shard.param in entries:
                 tiles.half_loaded.add(shard)
+        closed = [shards for shards in self._sharded if shards.is_closed]
+        freed = {shard.param for shards in closed for _, shard in shards.parameters()}
         for param, (name, given) in entries.items():
             rule = self.rule_of(self._groups[id(param)], param)
-            if self.lost_states and not given:
-                continue  # a closed model keeps no states
+            if param in freed and not given:
+                continue  # there is nothing to restore
             if param in at_rest:
                 shard, tiles = at_rest[param]
                 tiles.restore(shard, given, rule)

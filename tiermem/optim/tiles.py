@@ -165,6 +165,7 @@ class StateTiles(RestingTiles[Tile]):
     def move_in(self, plan: Plan) -> None:
         """Moves states to HOST, which the arena has room for now; weights have moved. Blocks;
         raises OSError."""
+        # without what a tile has kept of where its weights rested
         self._set([dataclasses.replace(tile) for tile in self.tiles])
         self._move(plan, (Tier.HOST,))
         self._protect(self.tiles)

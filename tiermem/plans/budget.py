@@ -527,13 +527,13 @@ def _used_at_home(
     units: Sequence[Unit], homes: Mapping[int, Tier], topology: Topology, is_gpu: bool
 ) -> list[Unit]:
     """The streamed units that can be used where they rest: on one shard, where the maths runs."""
+    if topology.num_shards > 1:
+        return []
     near = {Tier.DEVICE} if is_gpu else {Tier.DEVICE, Tier.HOST}
     return [
         unit
         for unit in units
-        if topology.num_shards == 1
-        and homes.get(unit.index) in near
-        and not (unit.is_packed or unit.is_widened)
+        if homes.get(unit.index) in near and not (unit.is_packed or unit.is_widened)
     ]
 
 

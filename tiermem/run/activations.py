@@ -438,6 +438,10 @@ Kept = Saved | _Input
 """A tensor that is needed again."""
 
 
+def _moving(kept: Kept | None) -> _Input | None:
+    return kept if isinstance(kept, _Input) else None
+
+
 class Activations:
     """Moves the inputs of checkpointed blocks during the forwards of one model. Used by the thread
     that computes.
@@ -489,7 +493,7 @@ class Activations:
         """
         if not self._may_move(tensor):
             return Saved.of(tensor)
-        return self._send(tensor, lambda: kept if isinstance(kept := following(), _Input) else None)
+        return self._send(tensor, lambda: _moving(following()))
 
     def close(self) -> None:
         """Ends transfers. Blocks. What graphs still keep is lost."""

@@ -262,42 +262,37 @@ class WeightsMove:
         self._policy = policy
         self._values = values
         self._units = [live for live in units if live.is_streamed]
+        homes = {live: _home_of(live.unit, plan, values.device) for live in self._units}
         # of those that move
-        self._names = {
-            live: name_elsewhere(live.name)
-            for live in self._units
-            if _home_of(live.unit, plan, values.device) is not values.store.home_of(live.name)
+        self._homes = {
+            live: home
+            for live, home in homes.items()
+            if home is not values.store.home_of(live.name)
         }
+        self._names = {live: name_elsewhere(live.name) for live in self._homes}
 
     def move_out(self) -> None:
         """Blocks; raises OSError and torch's OutOfMemoryError."""
-        self._move((Tier.DEVICE, Tier.NVME))
+        for live, home in self._homes.items():
+            if home is Tier.DEVICE:  # all of them share a slab
+                self._values.store.on_device.reserve(self._names[live], live.unit.shard_bytes)
+        self._move(Tier.DEVICE, Tier.NVME)
 
     def move_in(self, pools: Pools, passage: Passage) -> None:
         """Blocks; raises OSError."""
-        self._move((Tier.HOST,))
+        self._move(Tier.HOST)
         settler = _Settler(self._plan, self._policy, self._values, pools, passage)
         for live in self._units:
             settler.settle(live, self._names.get(live, live.name))
         show_parts(self._names)
 
-    def _move(self, homes: Sequence[Tier]) -> None:
-        store = self._values.store
-        on = self._values.device
-        due = {
-            live: name
-            for live, name in self._names.items()
-            if _home_of(live.unit, self._plan, on) in homes
-        }
-        if Tier.DEVICE in homes:
-            for live, name in due.items():
-                if _home_of(live.unit, self._plan, on) is Tier.DEVICE:
-                    store.on_device.reserve(name, live.unit.shard_bytes)
-        for live, name in due.items():
-            live.await_home()
-            _reserve(live.unit, name, self._plan, self._policy, self._values)
-            self._values.copy(live.name, name)
-            store.drop(live.name)
+    def _move(self, *homes: Tier) -> None:
+        for live, name in self._names.items():
+            if self._homes[live] in homes:
+                live.await_home()
+                _reserve(live.unit, name, self._plan, self._policy, self._values)
+                self._values.copy(live.name, name)
+                self._values.store.drop(live.name)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -1,5 +1,5 @@
 """The next plan of a living model: parameters require gradients that were frozen when the model was
-sharded, or states or gradients are to rest elsewhere.
+sharded, or weights, states or gradients are to rest elsewhere.
 
     p.requires_grad_(True)  ->  the next forward with gradients, step or load  ->  room for gradients and states  ->  trained
     Shards.rehome(policy)   ->  between two passes                             ->  weights and states on other tiers

@@ -307,12 +307,13 @@ class LiveUnit:
         Waits until it is stepped.
 
         What is stepped is copied while the rest is stepped. On a CPU it widens a shard that rests
-        in memory, and blocks; a unit in place is there.
+        in memory, and blocks. A unit in place is there once it is stepped.
         """
         self._check(UnitState.COPYING, UnitState.HOME)
         assert self.shard is not None
-        if self.passage.copies is None:
+        if self.passage.copies is None or self.unit.is_in_place:
             self.passage.steps.await_unit(self.unit.index)
+        if self.passage.copies is None:
             self.memory.allocate_slot()
             self.memory.full.copy_(self.shard)  # of a unit in place to itself, which does nothing
         else:
@@ -321,8 +322,6 @@ class LiveUnit:
             try:
                 found = [] if self.pages is None else self._due()
                 if self.unit.is_in_place:
-                    self.passage.steps.await_unit(self.unit.index)
-                    self.passage.await_written(self.shard)
                     copied = record(self.passage.copies)
                 elif self.pages is not None and not self.pages.is_whole:
                     copied = self._copy_pages(found)

@@ -149,9 +149,9 @@ class Cluster(NamedTuple):
         """What a rank may take besides memory."""
         num = self.ranks_per_node
         return Caps(
-            self.nvme_bytes and self.nvme_bytes // num,
-            self.pinned_bytes and self.pinned_bytes // num,
-            self.written_bytes_day and self.written_bytes_day / num,
+            None if self.nvme_bytes is None else self.nvme_bytes // num,
+            None if self.pinned_bytes is None else self.pinned_bytes // num,
+            None if self.written_bytes_day is None else self.written_bytes_day / num,
         )
 
 
