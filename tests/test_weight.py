@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 from test_floors import Module, read_house
 
-CEILING = 432_805
+CEILING = 432_807
 """Tokens of swap, tiermem and tools. A change that needs more removes as much, or raises this in a
 commit that says why."""
 

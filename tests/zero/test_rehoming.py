@@ -204,6 +204,16 @@ def test_what_a_move_cannot_do_is_refused_and_changes_nothing(tmp_path: Path) ->
         assert shards.plan is plan
 
 
+def test_weights_that_are_always_present_stay(tmp_path: Path) -> None:
+    policy = OffloadPolicy(params=NVME, optim=NVME, paths=[tmp_path], persistence_numel=1 << 20)
+    said = "always present.*persistence_numel=1048576 elements"
+    with (
+        tiermem.shard(seeded(Tower), policy, device="cpu") as shards,
+        pytest.raises(ValueError, match=said),
+    ):
+        shards.rehome(dataclasses.replace(policy, params=HOST))
+
+
 def test_second_copies_leave_with_their_room(tmp_path: Path) -> None:
     """Also when a step has made the copy of a unit the place where it rests."""
     policy = OffloadPolicy(

@@ -149,8 +149,10 @@ def plan_elsewhere(
     moves_weights = any(getattr(policy, name) != getattr(before, name) for name in _OF_WEIGHTS)
     if moves_weights and not now.unit_homes:
         raise ValueError(
-            "rehome: all weights are always present, and stay where they are: shard with params on "
-            "a tier where they are fetched from, NVME or, beside an accelerator, HOST"
+            "rehome: all weights are always present, and stay where they are: they rest where the "
+            f"maths runs, or have at most persistence_numel={before.persistence_numel} elements. "
+            "Shard with params on a tier that weights are fetched from (NVME or, beside an "
+            "accelerator, HOST) and a smaller persistence_numel"
         )
     refusal = "weights and states cannot rest as this policy has them"
     plan = _agreed(now, policy, topology, device, keeps_grads, refusal, moves_weights=moves_weights)
